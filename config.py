@@ -490,7 +490,11 @@ def read_file(path: str) -> dict[str, Any]:
     if os.path.isdir(path) or os.path.basename(path) == "config.json":
         return read_run(path.removesuffix("config.json"))
     if not os.path.isfile(path):
-        files = [*(ROOT / "configs").rglob("*.py"), *Path(path).parent.glob("*.py")]
+        beside = Path(path).parent
+        runs = [file.parent for file in beside.glob("*/config.json")]
+        files = [*(ROOT / "configs").rglob("*.py"), *beside.glob("*.py")]
+        if runs and not path.endswith(".py"):
+            files = runs
         hint = did_you_mean(path, (os.path.relpath(file) for file in files))
         raise UserError(
             f"config file or run {path} does not exist; {hint}settings are written --key=value"

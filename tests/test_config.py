@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -235,6 +236,14 @@ def test_a_resumed_run_stands_for_its_settings(tmp_path):
     # with config files in the command, the run's settings are not read
     config = load_config(["--resume", at("ssmax.py"), f"--out_dir={tmp_path}"])
     assert config.attention == "ssmax"
+
+
+def test_a_run_of_nearly_that_name_is_suggested(tmp_path):
+    saved(tmp_path / "lssar_p15_tiny")
+    (tmp_path / "lssar_p15s").mkdir()  # nearer, but no run
+    says = f"does not exist; did you mean {os.path.relpath(tmp_path / 'lssar_p15_tiny')}?"
+    assert says in refusal("--resume", str(tmp_path / "lssar_p15"))
+    assert "did you mean configs/lssar_p15.py?" in refusal("configs/lsar_p15.py")
 
 
 def test_a_run_with_a_setting_of_another_version_is_refused(tmp_path):
