@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -241,8 +240,11 @@ def test_a_resumed_run_stands_for_its_settings(tmp_path):
 def test_a_run_of_nearly_that_name_is_suggested(tmp_path):
     saved(tmp_path / "lssar_p15_tiny")
     (tmp_path / "lssar_p15s").mkdir()  # nearer, but no run
-    says = f"does not exist; did you mean {os.path.relpath(tmp_path / 'lssar_p15_tiny')}?"
+    saved(tmp_path / "lssar_p15_tiny,p=7,optimizer=muon,learning_rate=0.001,seed=3")
+    says = f"does not exist; did you mean {tmp_path}/lssar_p15_tiny?"
     assert says in refusal("--resume", str(tmp_path / "lssar_p15"))
+    assert says in refusal("--resume", str(tmp_path / "lsar_p15_tiny"))
+    assert ",seed=3?" in refusal("--resume", str(tmp_path / "lssar_p15_tiny,p=7"))
     assert "did you mean configs/lssar_p15.py?" in refusal("configs/lsar_p15.py")
 
 
