@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -175,6 +174,8 @@ def memory_mb(device: torch.device) -> float:
     """Peak memory so far, in MB: the GPU's allocations, elsewhere the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
+    import resource  # Windows has none
+
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 

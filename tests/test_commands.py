@@ -97,7 +97,7 @@ def test_an_installation_has_no_modules():
 # What a Python on Windows lacks, and how it calls itself.
 ON_WINDOWS = """
 import runpy, sys
-import matplotlib.figure, msgspec, numpy, torch, tqdm
+import filelock, matplotlib.figure, msgspec, numpy, torch, tqdm
 for name in ("fcntl", "resource"):
     sys.modules[name] = None
 sys.platform = "win32"
