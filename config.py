@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data.vocabulary import BUILT_IN, RECALL_IDS, TOKENIZER, count_ids, identify
-from errors import UserError, check_choice, did_you_mean
+from errors import UserError, check_choice, did_you_mean, nearest
 from runtime.hf_config import pretrained_settings
 
 ROOT = Path(__file__).parent
@@ -491,7 +491,9 @@ def read_file(path: str) -> dict[str, Any]:
         return read_run(path.removesuffix("config.json"))
     if not os.path.isfile(path):
         files = [*(ROOT / "configs").rglob("*.py"), *Path(path).parent.glob("*.py")]
-        hint = did_you_mean(path, (os.path.relpath(file) for file in files))
+        hint = did_you_mean_run(path)
+        if not hint or path.endswith(".py"):
+            hint = did_you_mean(path, (os.path.relpath(file) for file in files))
         raise UserError(
             f"config file or run {path} does not exist; {hint}settings are written --key=value"
         )
@@ -510,6 +512,20 @@ def read_file(path: str) -> dict[str, Any]:
             if key in unused or did_you_mean(key, SETTINGS, cutoff=0.8):
                 require_known_setting(key, path)
     return values
+
+
+def did_you_mean_run(path: str | Path) -> str:
+    """Return a question with the nearest run or checkpoint beside a path; "" if none is near.
+
+    A name that begins with that of the path is near, such as that of a run with a setting more.
+    """
+    path = Path(path)
+    runs = [file.parent.name for file in path.parent.glob("*/config.json")]
+    names = [*runs, *(file.name for file in path.parent.glob("*.pt"))]
+    others = [name for name in names if name != path.name]
+    longer = [name for name in others if name.startswith(path.name)]
+    near = nearest(path.name, longer, cutoff=0.0) or nearest(path.name, others)
+    return "" if near is None else f"did you mean {path.parent / near}? "
 
 
 def names_only_assigned(path: Path) -> set[str]:

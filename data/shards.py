@@ -9,7 +9,6 @@ tokenizer is built in.
 import functools
 import hashlib
 import os
-import resource
 import sys
 from collections.abc import Sequence
 from io import FileIO
@@ -117,6 +116,8 @@ def byte_offset(index: int) -> int:
 
 def open_shards(paths: list[Path]) -> list[tuple[FileIO, int]]:
     """Open many shards as `open_shard` does, after raising the limit on open files, often 1,024."""
+    import resource  # Windows has none
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(paths), hard), hard))
     return [open_shard(path) for path in paths]

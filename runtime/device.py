@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -194,6 +193,8 @@ def memory_mb(device: torch.device) -> float:
     """Peak memory so far, in MB: the GPU's allocations, elsewhere the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
+    import resource  # Windows has none
+
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
@@ -224,17 +225,22 @@ def environment(device: str = "auto") -> dict[str, Any]:
         "machine": torch.cuda.get_device_name(picked) if on_gpu else cpu_name(),
         "processors": os.cpu_count(),
         "commit": None if commit is None else commit.decode().strip(),
-        "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "modified": bool(git("status", "--porcelain", "--untracked-files=no") or untracked()),
     }
 
 
 def uncommitted() -> bytes:
     """A patch from the commit to the code of this process: changes, and untracked .py files."""
     patch = git("diff", "--binary", "HEAD") or b""
-    untracked = git("ls-files", "-z", "--others", "--exclude-standard", "*.py") or b""
-    for path in filter(None, untracked.decode().split("\0")):
+    for path in untracked():
         patch += git("diff", "--binary", "--no-index", "/dev/null", path) or b""
     return patch
+
+
+def untracked() -> list[str]:
+    """The .py files that the repository neither tracks nor ignores."""
+    paths = git("ls-files", "-z", "--others", "--exclude-standard", "*.py") or b""
+    return [path for path in paths.decode().split("\0") if path]
 
 
 def git(*arguments: str) -> bytes | None:

@@ -1,11 +1,14 @@
-"""Atomic file writes (to a temporary file, synced, renamed), JSON, checksums and folder locks."""
+"""Atomic file writes (to a temporary file, synced, renamed), JSON, checksums and folder locks.
 
-import fcntl
+Every command imports this module, which refuses Windows in a sentence.
+"""
+
 import hashlib
 import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +17,12 @@ from typing import IO, Any
 import msgspec
 from filelock import FileLock, Timeout
 
-from errors import UserError
+from errors import UserError, exit_with
+
+if sys.platform == "win32":
+    exit_with("this runs on Linux and macOS; on Windows use WSL: learn.microsoft.com/windows/wsl")
+
+import fcntl
 
 LOCK = ".lock"
 

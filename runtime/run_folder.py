@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from config import Config, saved_config
-from errors import UserError, did_you_mean, first_line
+from config import Config, did_you_mean_run, saved_config
+from errors import UserError, first_line
 from runtime.files import convert, read_json
 
 # The values that a Config may have.
@@ -42,10 +42,7 @@ def folder_of(run: str | Path) -> Path:
 
 def no_checkpoint(run: str | Path) -> str:
     """Return a sentence on a path without a checkpoint."""
-    run = Path(run)
-    hint = ""
-    if not run.exists():
-        hint = did_you_mean(str(run), map(str, run.parent.glob("*")))
+    hint = did_you_mean_run(run)
     return (
         f"{run}: no checkpoint in it; {hint}a run is a folder that train.py made, or "
         "the .pt file of a checkpoint in it"

@@ -92,3 +92,29 @@ def test_an_installation_has_no_modules():
     setuptools = settings["tool"]["setuptools"]
     assert setuptools["packages"] == []
     assert setuptools["py-modules"] == []
+
+
+# What a Python on Windows lacks, and how it calls itself.
+ON_WINDOWS = """
+import runpy, sys
+import filelock, matplotlib.figure, msgspec, numpy, torch, tqdm
+for name in ("fcntl", "resource"):
+    sys.modules[name] = None
+sys.platform = "win32"
+sys.argv = [sys.argv[1]]
+sys.path.insert(0, ".")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("command", ["train.py", "scripts/curves.py"])
+def test_on_windows_a_command_says_what_it_needs(command):
+    done = subprocess.run(
+        [sys.executable, "-c", ON_WINDOWS, command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    words = "error: this runs on Linux and macOS; on Windows use WSL"
+    assert done.stderr.startswith(words)

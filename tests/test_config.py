@@ -237,6 +237,17 @@ def test_a_resumed_run_stands_for_its_settings(tmp_path):
     assert config.attention == "ssmax"
 
 
+def test_a_run_of_nearly_that_name_is_suggested(tmp_path):
+    saved(tmp_path / "lssar_p15_tiny")
+    (tmp_path / "lssar_p15s").mkdir()  # nearer, but no run
+    saved(tmp_path / "lssar_p15_tiny,p=7,optimizer=muon,learning_rate=0.001,seed=3")
+    says = f"does not exist; did you mean {tmp_path}/lssar_p15_tiny?"
+    assert says in refusal("--resume", str(tmp_path / "lssar_p15"))
+    assert says in refusal("--resume", str(tmp_path / "lsar_p15_tiny"))
+    assert ",seed=3?" in refusal("--resume", str(tmp_path / "lssar_p15_tiny,p=7"))
+    assert "did you mean configs/lssar_p15.py?" in refusal("configs/lsar_p15.py")
+
+
 def test_a_run_with_a_setting_of_another_version_is_refused(tmp_path):
     path = saved(tmp_path / "run", dropout=0.1)
     says = f"{path} has 'dropout', which is not a setting here: the run's environment.json"

@@ -180,9 +180,12 @@ def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     checkpoint.write_header(run, Config(), {}, None)
     assert not device.environment()["modified"]
     assert (run / "uncommitted.patch").read_bytes() == b""
+    (repository / "notes.txt").write_text("not tracked, and no code")
+    assert not device.environment()["modified"]
+    (repository / "mine.py").touch()
+    assert device.environment()["modified"]
     changed = b"one\nthree\xff\n"  # a diff is bytes, whatever a file holds
     (repository / "model.py").write_bytes(changed)
-    (repository / "notes.txt").write_text("not tracked")
     (repository / "mine.py").write_text("attention = 'mine'\n")
     checkpoint.write_header(run, Config(), {}, None)
     saved = json.loads((run / "environment.json").read_text())
