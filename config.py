@@ -231,7 +231,8 @@ class Config:
     dtype: str = setting(
         "auto",
         "dtype of matrix products. 'auto': bfloat16 on CUDA, or float16 where the GPU has none; "
-        "else float32. Training with 'float32' on CUDA multiplies matrices in TF32.",
+        "else float32. Training with 'float32' on CUDA multiplies matrices in TF32. At p = 15 "
+        "bfloat16 changes the first gradients (docs/training.md).",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     compile: bool | None = setting(

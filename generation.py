@@ -1,47 +1,72 @@
 """Sampling from a model, with a cache of the keys and values of earlier positions."""
 
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from layers.cache import KVCache
+from layers.cache import KVCache, RaggedCache
 from model import GPT
 
 # The lowest temperature that logits are divided by: float32 may round a lower one to 0.
 TINY = torch.finfo(torch.float32).tiny
 
+Prompts = TypeVar("Prompts", Tensor, list[Tensor])
 
-def next_logits(model: GPT, new: Tensor, cache: KVCache) -> Tensor:
+
+def next_logits(model: GPT, new: Tensor, cache: KVCache | RaggedCache) -> Tensor:
     """Return the float32 logits [B, n_vocab] of the token after the cache and then new [B, L]."""
     last = model.hidden(new, cache)[:, -1]
     with torch.autocast(last.device.type, enabled=False):  # bfloat16 logits would tie
         return model.logits(last.type_as(next(model.parameters()))).float()
 
 
+def read_prompts(
+    model: GPT,
+    prompts: Tensor | list[Tensor],
+    new_tokens: int,
+) -> tuple[Tensor, KVCache | RaggedCache]:
+    """Return the logits [B, n_vocab] of the token after each prompt, and a cache of all prompts.
+
+    It has room for so many new tokens. Prompts of one length are read together, others in turn:
+    reading takes as many operations, and needs no padding.
+    """
+    lengths = {len(prompt) for prompt in prompts}
+    # the last token is not fed to the model
+    model.trunk.check_length(max(lengths) + new_tokens - 1, None)
+    if len(lengths) == 1:
+        cache = KVCache(lengths.pop() + new_tokens)
+        return next_logits(model, torch.stack(list(prompts)), cache), cache
+    rows = [KVCache(len(prompt) + new_tokens) for prompt in prompts]
+    logits = []
+    for prompt, row in zip(prompts, rows, strict=True):
+        logits.append(next_logits(model, prompt[None], row))
+    return torch.cat(logits), RaggedCache(rows)
+
+
 @torch.no_grad()
 def generate(
     model: GPT,
-    idx: Tensor,
+    prompts: Prompts,
     max_new_tokens: int,
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
     never: int | None = None,
-) -> Tensor:
-    """Continue idx [B, L >= 1] by max_new_tokens; returns [B, L + max_new_tokens].
+) -> Prompts:
+    """Continue prompts [B, L >= 1], or a list of prompts [L], by max_new_tokens >= 1 tokens each.
 
-    Temperature 0 takes the likeliest token; the token `never` is excluded. A length-dependent RoPE
-    scaling uses the final length from the start, so that cached keys stay valid. Raises
-    UserError for a text beyond the learned positions.
+    Returns texts, the prompts with their new tokens: [B, L + max_new_tokens] or a list. Each prompt
+    is continued as it is alone, up to the random numbers of sampling. Temperature 0 takes the
+    likeliest token; the token `never` is excluded. A RoPE scaling that depends on the length uses
+    the final length of a text from the start, so that cached keys stay valid. Raises UserError for
+    a text beyond the learned positions.
     """
-    new = idx
-    cache = KVCache(idx.shape[1] + max_new_tokens)
-    # the last token is not fed to the model
-    model.trunk.check_length(idx.shape[1] + max_new_tokens - 1, None)
-    for _ in range(max_new_tokens):
-        logits = next_logits(model, new, cache)
+    logits, cache = read_prompts(model, prompts, max_new_tokens)
+    columns: list[Tensor] = []
+    while True:
         if never is not None:
             logits[:, never] = -math.inf
         if temperature == 0:
@@ -54,5 +79,10 @@ def generate(
             logits = logits - logits.amax(-1, keepdim=True)
             probabilities = (logits / max(temperature, TINY)).softmax(-1)
             new = torch.multinomial(probabilities, 1, generator=generator)
-        idx = torch.cat((idx, new), dim=1)
-    return idx
+        columns.append(new)
+        if len(columns) == max_new_tokens:
+            break
+        logits = next_logits(model, new, cache)
+    added = torch.cat(columns, dim=1)
+    texts = [torch.cat(pair) for pair in zip(prompts, added, strict=True)]
+    return torch.stack(texts) if isinstance(prompts, Tensor) else texts

@@ -12,10 +12,10 @@ from attention_paths.module import Attention
 from attention_paths.reference import Context, share_p_n
 from config import Config
 from errors import UserError
-from layers.cache import KVCache
+from layers.cache import KVCache, RaggedCache
 from layers.heads import build_attention
 from layers.losses import LinearCrossEntropy, softmax_gradient, token_losses
-from layers.rope import Rope, RopeTable, Rotation, rotate
+from layers.rope import Rope, RopeTable, Rotation, rotate, stack_rotations
 
 # What some variants and gates add to an attention layer.
 EXTRA_PROJECTIONS = ("c_gate", "c_forget", "c_rows")
@@ -93,11 +93,14 @@ class SelfAttention(nn.Module):
         self,
         x: Tensor,
         rotation: Rotation | None,
-        cache: KVCache | None,
+        cache: KVCache | RaggedCache | None,
     ) -> Tensor:
         q, k, v = self.project(x, rotation)  # [B, H, L, d], [B, Hk, L, d] twice
         context = self.context(x, rotation)
-        y = self.attend(self.attention, q, k, v, context, cache)  # [B, H, L, d]
+        if isinstance(cache, RaggedCache):
+            y = self.attend_each(q, k, v, context, cache.rows)
+        else:
+            y = self.attend(self.attention, q, k, v, context, cache)  # [B, H, L, d]
         y = y.transpose(1, 2)  # [B, L, H, d]
         if self.c_gate is not None:
             gate = self.c_gate(x).sigmoid()
@@ -157,6 +160,23 @@ class SelfAttention(nn.Module):
             context = replace(context, log_forget=log_forget)
         return attention(q, k, v, context)
 
+    def attend_each(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: Context,
+        caches: list[KVCache],
+    ) -> Tensor:
+        """Return the output [B, H, L, d] of sequences that have a cache each."""
+        outputs = []
+        for b, cache in enumerate(caches):
+            row = slice(b, b + 1)
+            row_context = context.select(row)
+            y = self.attend(self.attention, q[row], k[row], v[row], row_context, cache)
+            outputs.append(y)
+        return torch.cat(outputs)
+
     def initialise(self) -> None:
         """Draw the initial weights that are not drawn as GPT-2's are."""
 
@@ -201,7 +221,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rotation: Rotation | None,
-        cache: KVCache | None,
+        cache: KVCache | RaggedCache | None,
     ) -> Tensor:
         x = x + self.attn(self.ln_1(x), rotation, cache)
         return x + self.mlp(self.ln_2(x))
@@ -234,21 +254,28 @@ class Trunk(nn.Module):
             )
             self.rope = RopeTable(rope, config.block_size)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        start = 0 if cache is None else cache.length
-        end = start + x.shape[1]
-        self.check_length(end, cache)
-        rotation = None
-        if self.rope is not None:
-            # scaled RoPE uses the final length from the start, so that cached keys stay valid
-            length = end if cache is None else cache.size
-            rotation = self.rope(start, end, length)
-        if self.wpe is not None:
-            x = x + self.wpe.weight[start:end]
+    def forward(self, x: Tensor, cache: KVCache | RaggedCache | None = None) -> Tensor:
+        rows = cache.rows if isinstance(cache, RaggedCache) else [cache]
+        rotations = []
+        positions = []
+        for row in rows:
+            start = 0 if row is None else row.length
+            end = start + x.shape[1]
+            self.check_length(end, row)
+            if self.rope is not None:
+                # scaled RoPE uses the final length from the start, so that cached keys stay valid
+                length = end if row is None else row.size
+                rotations.append(self.rope(start, end, length))
+            if self.wpe is not None:
+                positions.append(self.wpe.weight[start:end])
+        if positions:
+            x = x + torch.stack(positions)  # [1 or B, L, n_embd]
+        rotation = stack_rotations(rotations) if rotations else None
         for block in self.blocks:
             x = block(x, rotation, cache)
-        if cache is not None:
-            cache.length = end
+        for row in rows:
+            if row is not None:
+                row.length += x.shape[1]
         return self.ln_f(x)
 
     def check_length(self, length: int, cache: KVCache | None) -> None:
@@ -345,7 +372,7 @@ class GPT(nn.Module):
             self.softmax_gradient,
         )
 
-    def hidden(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(self, idx: Tensor, cache: KVCache | RaggedCache | None = None) -> Tensor:
         """Return the hidden states [B, L, n_embd] of idx [B, L], which follow the cache."""
         return self.trunk(self.wte(idx), cache)
 

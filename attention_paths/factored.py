@@ -26,6 +26,9 @@ class Factors:
         B, _, Lk, H = self.a.shape
         return B, H, Lk, self.b.shape[3]
 
+    def __getitem__(self, sequences: slice) -> "Factors":
+        return Factors(self.a[sequences], self.b[sequences])
+
     def expand(self) -> Tensor:
         """x, [B, H, Lk, d]."""
         return torch.einsum("brlh,brld->bhld", self.a, self.b)

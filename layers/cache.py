@@ -1,6 +1,7 @@
 """The keys and values of earlier positions, for generation."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -53,3 +54,10 @@ class KVCache:
         x = torch.cat((stored, x), dim=2)
         stored.copy_(x[:, :, -room:])
         return x[:, :, max(0, room - self.length) :]
+
+
+@dataclass
+class RaggedCache:
+    """A cache for each sequence of a batch, whose lengths may differ."""
+
+    rows: list[KVCache]

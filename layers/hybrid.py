@@ -8,7 +8,7 @@ from torch import Tensor
 from attention_paths.module import Attention
 from attention_paths.reference import Context
 from config import Config
-from layers.cache import KVCache
+from layers.cache import KVCache, RaggedCache
 from layers.heads import build_hybrid_attention
 from layers.rope import Rotation
 from model import SelfAttention
@@ -39,7 +39,7 @@ class HybridAttention(SelfAttention):
         self,
         x: Tensor,
         rotation: Rotation | None,
-        cache: KVCache | None,
+        cache: KVCache | RaggedCache | None,
     ) -> Tensor:
         if self.nope_heads == self.n_head:
             rotation = None
@@ -55,12 +55,14 @@ class HybridAttention(SelfAttention):
     def context(self, x: Tensor, rotation: Rotation | None) -> Context:
         """Return SelfAttention.context, but without YaRN's factor on heads without positions."""
         context = super().context(x, rotation)
-        if self.nope_heads == 0 or context.score_scale == 1.0:
+        is_scaled = isinstance(context.score_scale, Tensor) or context.score_scale != 1.0
+        if self.nope_heads == 0 or not is_scaled:
             return context
+        head = torch.arange(self.n_head, device=x.device)[:, None, None]
+        has_rope = (head >= self.nope_heads)[None]  # [1, H, 1, 1]
         dtype = torch.promote_types(x.dtype, torch.float32)
-        score_scale = x.new_ones((self.n_head, 1, 1), dtype=dtype)
-        score_scale[self.nope_heads :] = context.score_scale
-        return replace(context, score_scale=score_scale)
+        score_scale = torch.as_tensor(context.score_scale, dtype=dtype, device=x.device)
+        return replace(context, score_scale=torch.where(has_rope, score_scale, 1.0))
 
     def attend(
         self,

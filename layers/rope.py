@@ -89,9 +89,22 @@ class Rope:
 class Rotation:
     """The rotations of consecutive positions, and their factor on every score."""
 
-    cos: Tensor  # [L, d/2]
-    sin: Tensor  # [L, d/2]
-    score_scale: float
+    cos: Tensor  # [L, d/2], or [B, 1, L, d/2] where sequences are at different positions
+    sin: Tensor
+    score_scale: float | Tensor  # [B, 1, 1, 1] where sequences differ
+
+
+def stack_rotations(rotations: list[Rotation]) -> Rotation:
+    """Return the rotations of a batch from those of its sequences."""
+    if len(rotations) == 1:
+        return rotations[0]
+    cos = torch.stack([rotation.cos for rotation in rotations])[:, None]
+    sin = torch.stack([rotation.sin for rotation in rotations])[:, None]
+    score_scale = rotations[0].score_scale
+    if any(rotation.score_scale != score_scale for rotation in rotations):
+        score_scale = cos.new_tensor([rotation.score_scale for rotation in rotations])
+        score_scale = score_scale[:, None, None, None]
+    return Rotation(cos, sin, score_scale)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

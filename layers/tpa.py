@@ -11,7 +11,7 @@ from attention_paths.factored import Factors
 from attention_paths.module import Attention
 from attention_paths.reference import Context
 from config import Config
-from layers.cache import KVCache
+from layers.cache import KVCache, RaggedCache
 from layers.heads import build_hybrid_attention
 from layers.rope import Rotation
 from model import SelfAttention
@@ -73,7 +73,7 @@ class TensorProductAttention(SelfAttention):
         self,
         x: Tensor,
         rotation: Rotation | None,
-        cache: KVCache | None,
+        cache: KVCache | RaggedCache | None,
     ) -> Tensor:
         if not self.has_rope:
             rotation = None

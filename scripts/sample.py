@@ -1,10 +1,13 @@
 """Generate text with a trained model.
 
 python -m scripts.sample RUN --prompt "The meaning of" --max_new_tokens 100
+python -m scripts.sample RUN --prompt "A text" --prompt "Another one" --prompt FILE:prompt.txt
+
+Several prompts are continued in one batch.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,8 +27,10 @@ from scripts.common.runner import Run, load_run
 class Sampling(Options):
     """Generate text with a trained model."""
 
-    prompt: str = option("", "text to continue, or FILE:PATH; empty: the start of a document")
-    num_samples: int = option(1, "texts to generate", at_least=1)
+    prompt: list[str] | None = option(
+        None, "text to continue, or FILE:PATH; may be repeated (default: the start of a document)"
+    )
+    num_samples: int = option(1, "texts to generate from each prompt", at_least=1)
     max_new_tokens: int = option(200, "tokens of each text", at_least=1)
     temperature: float = option(0.8, "of the sampling; 0 takes the most likely token", at_least=0)
     top_k: int = option(200, "sample from so many of the likeliest tokens", at_least=1)
@@ -35,10 +40,10 @@ class Sampling(Options):
 @command
 def main() -> None:
     options, arguments = parse(Sampling, arguments={"runs": RUNS["runs"]})
-    options = replace(options, prompt=read_prompt(options.prompt))
+    prompts = [read_prompt(prompt) for prompt in options.prompt or [""]]
     for path in arguments.runs:
         run = load_run(path, options)
-        for text in sample(run, options):
+        for text in sample(run, prompts, options):
             print(text)
             print("-" * 80)
 
@@ -54,22 +59,26 @@ def read_prompt(prompt: str) -> str:
         raise UserError(f"--prompt {prompt}: the file cannot be read: {error}") from error
 
 
-def sample(run: Run, options: Sampling) -> list[str]:
-    """Generate texts from the prompt, each up to its end-of-text token."""
+def sample(run: Run, prompts: list[str], options: Sampling) -> list[str]:
+    """Generate `num_samples` texts from each prompt, each up to its end-of-text token."""
     tokenizer = get_tokenizer(run.config.tokenizer)
-    # every document of the training data begins with end-of-text
-    prompt = [tokenizer.eot, *tokenizer.encode(options.prompt)]
+    rows = []
+    for prompt in prompts:
+        # every document of the training data begins with end-of-text
+        ids = [tokenizer.eot, *tokenizer.encode(prompt)]
+        rows += [torch.tensor(ids, device=run.device)] * options.num_samples
     with run.autocast():
         out = generate(
             run.model,
-            torch.tensor([prompt] * options.num_samples, device=run.device),
+            rows,
             options.max_new_tokens,
             temperature=options.temperature,
             top_k=options.top_k,
             generator=torch.Generator(run.device).manual_seed(options.seed),
         )
     texts = []
-    for ids in out[:, 1:].tolist():
+    for row in out:
+        ids = row[1:].tolist()
         if tokenizer.eot in ids:
             ids = ids[: ids.index(tokenizer.eot)]
         texts.append(tokenizer.decode(ids))

@@ -157,8 +157,10 @@ def test_a_call_takes_what_transformers_models_take(tmp_path):
 
 @torch.no_grad()
 def test_beams_and_the_cache_change_no_text(tmp_path):
-    _, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="none")
-    x = tokens(5)
+    run, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="dynamic_ntk")
+    x = tokens(5)  # of 25 tokens in all, where the training length is 16
+    expected = generate(run.model, x, 20, temperature=0)
+    assert torch.equal(model.generate(x, use_cache=False, **GREEDY), expected)
     for beams in (1, 2):
         options = {"attention_mask": torch.ones_like(x), "num_beams": beams, **GREEDY}
         cached = model.generate(x, use_cache=True, **options)

@@ -357,8 +357,8 @@ def layer_by_formula(config, number, layer, x, score_scale):
         y = torch.cat(outputs, dim=1)
     else:
         nope = nope_heads(config, number)
-        score_scales = torch.full((H, 1, 1), score_scale, dtype=x.dtype)
-        score_scales[:nope] = 1.0  # no RoPE, so no factor of YaRN
+        score_scales = torch.full((1, H, 1, 1), score_scale, dtype=x.dtype)
+        score_scales[:, :nope] = 1.0  # no RoPE, so no factor of YaRN
         context = replace(context, score_scale=score_scales)
         y = textbook.attention(layer.attention, q, k, v, context)
 
@@ -679,6 +679,29 @@ def test_generation_equals_generation_without_a_cache(case, window):
         assert torch.equal(ids, greedy(model, prompt, 14))
         assert ids.shape == (2, prompt.shape[1] + 14)
         assert torch.equal(ids[:, :6], prompt[:, :6])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", [*ROWS, *TPA, *COMBINED, "lssa.py --positions=learned"])
+def test_prompts_of_several_lengths_are_continued_as_each_alone(case):
+    """In one batch, also beyond the training length, with RoPE scaled for each text's length."""
+    model = small_model(case, "--tie_embeddings=False")
+    prompts = [tokens(length, seed=length) for length in (3, 11, 6)]
+    new = 6
+    scalings = ["none"]
+    if model.trunk.wpe is None:
+        prompts.append(tokens(18))
+        new = 14
+    if model.trunk.rope is not None:
+        scalings += ["dynamic_ntk", "yarn"]
+    for scaling in scalings:
+        model.scale_rope(scaling)
+        texts = generate(model, prompts, new, temperature=0)
+        for prompt, text in zip(prompts, texts, strict=True):
+            (alone,) = generate(model, prompt[None], new, temperature=0)
+            assert torch.equal(text, alone)
+            if scaling == "none":
+                assert torch.equal(text, greedy(model, prompt[None], new)[0])
 
 
 def test_generation_fixes_dynamic_ntk_by_the_final_length():

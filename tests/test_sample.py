@@ -20,6 +20,19 @@ def test_sample_prints_text_that_goes_on_from_the_prompt(trained, call, capsys, 
     refused(call, sample, trained, "--tokens=9", says="--tokens=9; did you mean max_new_tokens? ")
 
 
+def test_several_prompts_are_continued_as_each_alone(trained, call, capsys):
+    def texts(*prompts, samples=1):
+        arguments = [f"--prompt={prompt}" for prompt in prompts]
+        arguments += ["--max_new_tokens=20", "--temperature=0", f"--num_samples={samples}"]
+        call(sample, trained, *arguments)
+        return capsys.readouterr().out.split("\n" + "-" * 80 + "\n")[:-1]
+
+    prompts = ("abc", "the longest of them", "xy")
+    alone = [texts(prompt)[0] for prompt in prompts]
+    assert texts(*prompts) == alone
+    assert texts("abc", "xy", samples=2) == [alone[0], alone[0], alone[2], alone[2]]
+
+
 def test_a_prompt_may_be_a_file(trained, call, capsys, refused, tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text("naïve prompt\n", encoding="utf-8")
@@ -36,9 +49,10 @@ def test_a_prompt_may_be_a_file(trained, call, capsys, refused, tmp_path):
 
 
 def test_a_sample_ends_before_its_end_of_text(trained, call, capsys, monkeypatch):
-    def generate(model, idx, max_new_tokens, **options):
-        end_of_text = idx[:, :1]
-        return torch.cat((idx, idx[:, 1:], end_of_text, idx[:, 1:]), dim=1)
+    def generate(model, prompts, max_new_tokens, **options):
+        (prompt,) = prompts
+        end_of_text = prompt[:1]
+        return [torch.cat((prompt, prompt[1:], end_of_text, prompt[1:]))]
 
     monkeypatch.setattr(sample, "generate", generate)
     call(sample, trained, "--prompt=abc")

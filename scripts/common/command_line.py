@@ -102,6 +102,8 @@ def argument_of(option: Field, hint: Any) -> dict[str, Any]:
     if hint is bool:
         return settings | {"action": "store_true"}
     kind = next(iter(typing.get_args(hint)), hint)
+    if typing.get_origin(kind) is list:  # of texts, each after its own --OPTION
+        return settings | {"action": "append"}
     if typing.get_origin(kind) is tuple:
         kind = lengths_of
     return settings | {"type": kind, "choices": option.metadata["choices"]}

@@ -116,6 +116,7 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        final_length: int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute the logits [B, L, n_vocab], or of fewer positions with `logits_to_keep`.
@@ -123,19 +124,23 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         It is the number of last positions, or a tensor of positions; 0 keeps all.
 
         With labels [B, L] (not shifted; -100 is ignored) also the mean loss in nats.
-        `past_key_values` is a Cache(final length), because a RoPE scaling may depend on that.
+        `past_key_values` is a Cache(final length), because a RoPE scaling may depend on that;
+        `final_length` alone gives the logits that such a cache would.
         `position_ids` change nothing: they may only count from 0, or on from the cache's last one.
         Raises ValueError for padding on the left, for any padding in generation, and for several
         documents in a row.
         """
+        cache = past_key_values
+        if cache is None and final_length is not None:
+            cache = Cache(final_length)  # for this call alone
         if attention_mask is not None:
-            check_padding(attention_mask, past_key_values)
+            check_padding(attention_mask, cache)
         if position_ids is not None:
-            check_positions(position_ids, attention_mask, past_key_values)
+            check_positions(position_ids, attention_mask, cache)
         for name in BOUNDARIES:
             if kwargs.get(name) is not None:
                 raise ValueError(f"{name} is not supported: {ONE_DOCUMENT}")
-        x = self.gpt.hidden(input_ids, past_key_values)
+        x = self.gpt.hidden(input_ids, cache)
         if isinstance(logits_to_keep, int):
             x = x[:, -logits_to_keep:]  # all of them for 0
         else:
@@ -154,8 +159,11 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         if model_kwargs.get("past_key_values") is not None:
             # its size and its keys' RoPE are for the length of the call that made it
             raise ValueError("generate takes no past_key_values: pass it all tokens so far instead")
+        length = generation_config.max_length
         if generation_config.use_cache:
-            model_kwargs["past_key_values"] = Cache(generation_config.max_length)
+            model_kwargs["past_key_values"] = Cache(length)
+        else:
+            model_kwargs["final_length"] = length
 
 
 def check_padding(attention_mask: Tensor, cache: Cache | None) -> None:
