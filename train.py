@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from config import Config, command_line, micro_batch_size
+from config import Config, command_line
 from errors import UserError, command
 
 if __name__ == "__main__":
@@ -56,6 +56,7 @@ from runtime.distributed import (
 )
 from runtime.files import lock_folder, write_json
 from runtime.log import Log, describe, say, wandb_settings
+from runtime.memory import fitting_batch_size
 from runtime.pretrained import load_initial
 
 # GradScaler starts at 2^16 and halves the scale when float16 gradients overflow. If they overflow
@@ -75,15 +76,19 @@ def main(config: Config | None = None) -> None:
     check_attention(config)
     if rank == 0:
         wandb_settings(config)  # raises before there is a folder
-    fitting = micro_batch_size(config, world_size)
-    if fitting < config.batch_size:
-        if rank == 0:
-            say(f"batch_size = {fitting}, the largest divisor of a process's step")
-        config = config.replace(batch_size=fitting)
     run = Path(config.out_dir)
     device = open_device(config.device)
+    fitting = fitting_batch_size(config, world_size, device)
     lock = lock_folder(run, "training this run") if rank == 0 else nullcontext()
     with process_group(rank, world_size, device, config.timeout), lock:
+        fitting = -all_reduce_max(-fitting)  # GPUs may differ
+        if fitting != config.batch_size:
+            if rank == 0:
+                limit = ""
+                if not config.batch_size and device.type == "cuda":
+                    limit = " that fits the GPU's memory, by an estimate"
+                say(f"batch_size = {fitting}, the largest divisor of a process's step{limit}")
+            config = config.replace(batch_size=fitting)
         resume = checkpoint.should_resume(run, config.resume)
         config = config.replace(resume=resume, init_from="" if resume else config.init_from)
         training, loader, loss_fn = set_up(config, rank, world_size, device)
