@@ -5,14 +5,15 @@ import torch.nn as nn
 
 from config import LARGEST_BATCH, Config, micro_batch_size
 from layers.build import build_model
+from layers.losses import CHUNK_GPU
 from model import GPT
 from runtime.device import pick_compile, pick_dtype
 
 # A float32 weight with its gradient and AdamW's two moments.
 WEIGHT_BYTES = 16
 # Fitted to the peaks of torch's allocator in two training steps of compiled models in 16 bits.
-BLOCK_BYTES = 2.6  # per token and input or output of a block's linear layers
-LOGIT_BYTES = 4.2  # per token and logit
+BLOCK_BYTES = 2.7  # per token and input or output of a block's linear layers
+LOGIT_BYTES = 6.0  # per logit of a chunk
 EAGER = 1.6  # times as much without torch.compile
 # The rest is for CUDA, NCCL, cuDNN, gaps between blocks, and errors of the estimate.
 USABLE = 0.88
@@ -31,25 +32,26 @@ def fitting_batch_size(config: Config, world_size: int, device: torch.device) ->
     scale = pick_dtype(config.dtype, device).itemsize / 2
     if not pick_compile(config.compile, device):
         scale *= EAGER
-    weights = WEIGHT_BYTES * sum(p.numel() for p in model.parameters())
     usable = USABLE * torch.cuda.get_device_properties(device).total_memory
-    fitting = (usable - weights) / (scale * token_bytes(model) * config.block_size)
-    at_most = max(1, min(LARGEST_BATCH, int(fitting)))
+    weight_bytes, loss_bytes, token_bytes = estimate(model)
+    free = usable - weight_bytes - scale * loss_bytes
+    fitting = int(free / (scale * token_bytes * config.block_size))
+    at_most = max(1, min(LARGEST_BATCH, fitting))
     return micro_batch_size(config.replace(batch_size=at_most), world_size)
 
 
-def token_bytes(model: GPT) -> float:
-    """Estimate the memory that a compiled model in 16 bits holds for each token it trains on."""
+def estimate(model: GPT) -> tuple[float, float, float]:
+    """Return the bytes that training holds for weights, for the loss, and in blocks per token.
+
+    The last two are of a compiled model in 16 bits.
+    """
     values = 0
-    logits = 0
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        if name.startswith("trunk."):
+    for module in model.trunk.modules():
+        if isinstance(module, nn.Linear):
             values += module.in_features + module.out_features
-        else:
-            logits += module.out_features
     config = model.config
     if config.projections == "tpa":  # q, k and v beside their factors
         values += config.n_layer * 3 * config.n_head * config.d_head
-    return BLOCK_BYTES * values + LOGIT_BYTES * logits
+    weights = sum(p.numel() for p in model.parameters())
+    logits = CHUNK_GPU * model.lm_head.out_features
+    return WEIGHT_BYTES * weights, LOGIT_BYTES * logits, BLOCK_BYTES * values
