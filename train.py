@@ -175,7 +175,7 @@ def train(
         checkpoint.Saver(run, config, training.resumed_at, quiet) as saver,
     ):
         log = Log(run, config, training.resumed_at, quiet)
-        monitor = Monitor(config, training, log, rank_flops_per_token)
+        monitor = Monitor(config, training, log, saver, rank_flops_per_token)
         while True:
             finished = training.step >= config.max_iters
             just_resumed = training.step == training.resumed_at
@@ -330,8 +330,14 @@ def is_finite_step(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) 
     return math.isfinite(loss) and scale_can_fall
 
 
-def stop_diverged(config: Config, step: int, error: str) -> NoReturn:
+def stop_diverged(
+    config: Config,
+    saver: checkpoint.Saver,
+    step: int,
+    error: str,
+) -> NoReturn:
     """End the run without saving, so that the newest checkpoint is a good one."""
+    saver.wait()  # it may be on its way to the disk
     if not dist.is_initialized() or dist.get_rank() == 0:  # the ranks end alike
         saved = run_folder.step(config.out_dir) or 0
         next_batch = config.first_batch + step - saved
@@ -371,11 +377,13 @@ class Monitor:
         config: Config,
         training: Training,
         log: Log,
+        saver: checkpoint.Saver,
         flops_per_token: float,
     ) -> None:
         self.config = config
         self.training = training
         self.log = log
+        self.saver = saver
         self.flops_per_token = flops_per_token  # of this rank; 0: not known
         self.is_late = training.device.type == "cuda"
         self.unread: Update | None = None
@@ -403,7 +411,7 @@ class Monitor:
         norm_value = float(grad_norm)
         if not is_finite_step(loss_value, norm_value, self.training.scaler):
             error = f"loss = {loss_value}, gradient norm = {norm_value} is not finite"
-            stop_diverged(self.config, step, error)
+            stop_diverged(self.config, self.saver, step, error)
         now = time.perf_counter()
         seconds = now - self.started
         self.started = now
@@ -450,7 +458,7 @@ def save(
 ) -> None:
     """Save a checkpoint. Ends the run if weights are not finite."""
     if not all(p.isfinite().all() for p in training.model.parameters()):
-        stop_diverged(config, training.step, "its update left non-finite weights")
+        stop_diverged(config, saver, training.step, "its update left non-finite weights")
     log.sync()
     saver.save("step", training.state(config))
     if training.step == 0:
