@@ -34,6 +34,9 @@ ORBITS = {"task": ("orbits",)}
 LANGUAGE = {"task": ("language", "language+recall")}
 RECALL = {"task": ("recall", "language+recall")}
 
+# Sequences of a micro-batch where batch_size does not say: more are hardly faster.
+LARGEST_BATCH = 64
+
 T = TypeVar("T")
 
 
@@ -239,7 +242,10 @@ class Config:
         None, "Use torch.compile. None: on CUDA, except for recall on the blocked path."
     )
     batch_size: int = setting(
-        64, "Most sequences per micro-batch and process; a divisor is taken.", at_least=1
+        0,
+        "Most sequences per micro-batch and process; a divisor is taken. 0: as many as the GPU's "
+        "memory fits, at most 64.",
+        at_least=0,
     )
     attention_impl: str = setting(
         "auto",
@@ -782,7 +788,7 @@ def micro_batch_size(config: Config, world_size: int) -> int:
             f"{world_size} processes cannot share the {sequences} sequences of a step "
             f"(total_batch_size / block_size) equally; {works} would work"
         )
-    return largest_divisor(sequences // world_size, config.batch_size)
+    return largest_divisor(sequences // world_size, config.batch_size or LARGEST_BATCH)
 
 
 def largest_divisor(n: int, at_most: int) -> int:

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from config import Config, command_line, micro_batch_size
+from config import Config, command_line
 from errors import UserError, command
 
 if __name__ == "__main__":
@@ -56,6 +56,7 @@ from runtime.distributed import (
 )
 from runtime.files import lock_folder, write_json
 from runtime.log import Log, describe, say, wandb_settings
+from runtime.memory import fitting_batch_size
 from runtime.pretrained import load_initial
 
 # GradScaler starts at 2^16 and halves the scale when float16 gradients overflow. If they overflow
@@ -75,15 +76,19 @@ def main(config: Config | None = None) -> None:
     check_attention(config)
     if rank == 0:
         wandb_settings(config)  # raises before there is a folder
-    fitting = micro_batch_size(config, world_size)
-    if fitting < config.batch_size:
-        if rank == 0:
-            say(f"batch_size = {fitting}, the largest divisor of a process's step")
-        config = config.replace(batch_size=fitting)
     run = Path(config.out_dir)
     device = open_device(config.device)
+    fitting = fitting_batch_size(config, world_size, device)
     lock = lock_folder(run, "training this run") if rank == 0 else nullcontext()
     with process_group(rank, world_size, device, config.timeout), lock:
+        fitting = -all_reduce_max(-fitting)  # GPUs may differ
+        if fitting != config.batch_size:
+            if rank == 0:
+                limit = ""
+                if not config.batch_size and device.type == "cuda":
+                    limit = " that fits the GPU's memory, by an estimate"
+                say(f"batch_size = {fitting}, the largest divisor of a process's step{limit}")
+            config = config.replace(batch_size=fitting)
         resume = checkpoint.should_resume(run, config.resume)
         config = config.replace(resume=resume, init_from="" if resume else config.init_from)
         training, loader, loss_fn = set_up(config, rank, world_size, device)
@@ -170,7 +175,7 @@ def train(
         checkpoint.Saver(run, config, training.resumed_at, quiet) as saver,
     ):
         log = Log(run, config, training.resumed_at, quiet)
-        monitor = Monitor(config, training, log, rank_flops_per_token)
+        monitor = Monitor(config, training, log, saver, rank_flops_per_token)
         while True:
             finished = training.step >= config.max_iters
             just_resumed = training.step == training.resumed_at
@@ -325,8 +330,14 @@ def is_finite_step(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) 
     return math.isfinite(loss) and scale_can_fall
 
 
-def stop_diverged(config: Config, step: int, error: str) -> NoReturn:
+def stop_diverged(
+    config: Config,
+    saver: checkpoint.Saver,
+    step: int,
+    error: str,
+) -> NoReturn:
     """End the run without saving, so that the newest checkpoint is a good one."""
+    saver.wait()  # it may be on its way to the disk
     if not dist.is_initialized() or dist.get_rank() == 0:  # the ranks end alike
         saved = run_folder.step(config.out_dir) or 0
         next_batch = config.first_batch + step - saved
@@ -366,11 +377,13 @@ class Monitor:
         config: Config,
         training: Training,
         log: Log,
+        saver: checkpoint.Saver,
         flops_per_token: float,
     ) -> None:
         self.config = config
         self.training = training
         self.log = log
+        self.saver = saver
         self.flops_per_token = flops_per_token  # of this rank; 0: not known
         self.is_late = training.device.type == "cuda"
         self.unread: Update | None = None
@@ -398,7 +411,7 @@ class Monitor:
         norm_value = float(grad_norm)
         if not is_finite_step(loss_value, norm_value, self.training.scaler):
             error = f"loss = {loss_value}, gradient norm = {norm_value} is not finite"
-            stop_diverged(self.config, step, error)
+            stop_diverged(self.config, self.saver, step, error)
         now = time.perf_counter()
         seconds = now - self.started
         self.started = now
@@ -445,7 +458,7 @@ def save(
 ) -> None:
     """Save a checkpoint. Ends the run if weights are not finite."""
     if not all(p.isfinite().all() for p in training.model.parameters()):
-        stop_diverged(config, training.step, "its update left non-finite weights")
+        stop_diverged(config, saver, training.step, "its update left non-finite weights")
     log.sync()
     saver.save("step", training.state(config))
     if training.step == 0:

@@ -189,7 +189,7 @@ def train(training: Training, config: Config, examples: list[Example], options: 
         checkpoint.Saver(out, config, training.resumed_at) as saver,
     ):
         log = Log(out, config, training.resumed_at, quiet=False)
-        monitor = Monitor(config, training, log, flops_per_token=0.0)  # not known
+        monitor = Monitor(config, training, log, saver, flops_per_token=0.0)  # not known
         while True:
             finished = training.step >= config.max_iters
             stopping = finished or len(received) > 0

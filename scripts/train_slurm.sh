@@ -18,7 +18,7 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the repository}"
 # module load cuda                       # where the driver or Python come from a module
-# export NCCL_SOCKET_IFNAME=ib0          # where NCCL takes the wrong network: see `ip address`
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0    # where the network is wrong: `ip address`
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
 # a mistake is said once, not by every process
 python train.py --resume=auto "$@" --dry_run >/dev/null

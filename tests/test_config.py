@@ -74,7 +74,7 @@ def test_defaults_are_the_124m_recipe():
         window=None,
         # batches and steps
         total_batch_size=524288,
-        batch_size=64,
+        batch_size=0,
         max_iters=18865,
         eval_interval=250,
         val_tokens=10485760,
@@ -439,6 +439,7 @@ def test_refused_files(text, message, tmp_path):
         (9 * 64, 4, 64, 1, 3),
         (7 * 64, 5, 64, 7, 1),
         (128, 64, 64, 1, 2),
+        (96 * 64, 0, 64, 1, 48),
     ],
 )
 def test_the_micro_batch_is_the_largest_divisor(total, batch, block, processes, fitting):

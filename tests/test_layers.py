@@ -22,7 +22,7 @@ LAYERS = (
     ("layers.build",),
     ("generation", "optim", "evaluation"),
     ("runtime.checkpoint",),
-    ("runtime.log", "runtime.pretrained"),
+    ("runtime.log", "runtime.memory", "runtime.pretrained"),
     ("train",),
     ("scripts.common",),
     ("scripts",),

@@ -6,5 +6,4 @@ n_head = 16
 n_embd = 1024
 max_iters = 60000
 learning_rate = 3e-4
-batch_size = 32
 data_dir = "data/fineweb_edu100B"

@@ -114,7 +114,8 @@ def processes_of(config: Config) -> int:
     """Return how many processes train, on a GPU each: as many as divide the batch evenly."""
     if config.device not in ("auto", "cuda"):
         return 1
-    micro_batches = config.total_batch_size // (config.batch_size * config.block_size)
+    sequences = micro_batch_size(config, world_size=1)
+    micro_batches = config.total_batch_size // (sequences * config.block_size)
     for processes in range(torch.cuda.device_count(), 1, -1):
         if micro_batches % processes == 0:
             return processes

@@ -221,7 +221,7 @@ def longer(times: int) -> Entry:
     def settings(scale: Config) -> Settings:
         return {
             "block_size": times * scale.block_size,
-            "batch_size": max(1, scale.batch_size // times),
+            "batch_size": scale.batch_size and max(1, scale.batch_size // times),
         }
 
     return Entry(f"softmax_{times}t", FILES["softmax"], scaled=settings)
