@@ -356,7 +356,7 @@ def layer_by_formula(config, number, layer, x, score_scale):
         y = torch.cat(outputs, dim=1)
     else:
         nope = nope_heads(config, number)
-        score_scales = torch.full((H, 1, 1), score_scale, dtype=x.dtype)
+        score_scales = x.new_ones((H, 1, 1)) * score_scale
         score_scales[:nope] = 1.0  # no RoPE, so no factor of YaRN
         context = replace(context, score_scale=score_scales)
         y = textbook.attention(layer.attention, q, k, v, context)
