@@ -421,7 +421,7 @@ def test_a_layer_is_its_formula(case):
     [
         ("softmax.py --positions=none", 20),
         ("lssar_p3.py --window=6 --positions=none", 6),
-        ("asentmax.py", 20),
+        ("asentmax.py --positions=none --nope_share=0", 20),
         ("lssar_p3.py --projections=tpa --positions=none", 20),
     ],
 )
