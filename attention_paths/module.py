@@ -75,7 +75,7 @@ class Attention(ReferenceAttention):
         rows = super().rows(q, Lk, context, heads)
         if self.log_base is not None:
             growth = (rows.n + self.log_base).log() / math.log(self.log_base)  # [Lq, 1]
-            rows.score_scale = rows.score_scale * growth  # type: ignore[assignment]
+            rows.score_scale = rows.score_scale * growth
         return rows
 
     def path(self, q: Tensor, Lk: int, context: Context = NO_CONTEXT) -> str:
