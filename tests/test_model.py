@@ -787,7 +787,7 @@ def test_t6_has_as_many_parameters_as_gpt2(scale):
     assert parameters == pytest.approx(on_meta(gpt2).count_parameters(), rel=6e-3)
     assert t6.d_head == gpt2.d_head
     assert t6.mlp_hidden == 8 * t6.n_embd // 3
-    assert lssar.replace(attention="softmax", p=None, out_dir=t6.out_dir) == t6
+    assert lssar.replace(name=t6.name, attention="softmax", p=None, out_dir=t6.out_dir) == t6
 
 
 def test_first_weights_of_t6_are_its_authors():
