@@ -132,11 +132,11 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     """Create a folder and hold its lock, the file `.lock`, while the block runs.
 
     The system releases the lock when the process ends, however it ends. Temporary files of killed
-    processes are deleted. A folder that the block leaves empty is removed again, if it was created
-    here. Raises UserError if the folder cannot be written to, or if another process holds its lock;
-    the message says that it "is `doing`".
+    processes are deleted. A folder that the block leaves empty is removed again, with its parents,
+    if they were created here. Raises UserError if the folder cannot be written to, or if another
+    process holds its lock; the message says that it "is `doing`".
     """
-    created = not folder.exists()
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     lock = FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,6 +152,9 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     finally:
         if created and [file.name for file in folder.iterdir()] == [LOCK]:
             shutil.rmtree(folder)
+            for parent in created[1:]:
+                with suppress(OSError):  # another process has put a folder there
+                    parent.rmdir()
         lock.release()
 
 

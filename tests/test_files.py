@@ -18,11 +18,11 @@ def test_a_run_is_trained_by_one_process_at_a_time(train, refused):
 
 
 def test_a_folder_locked_for_nothing_is_gone_again(tmp_path):
-    folder = tmp_path / "run"
+    folder = tmp_path / "sweep/runs/run"
     with pytest.raises(ZeroDivisionError), files.lock_folder(folder, "training this run"):
         assert folder.is_dir()
         1 / 0  # noqa: B018
-    assert not folder.exists()
+    assert not list(tmp_path.iterdir())
     with files.lock_folder(folder, "training this run"):
         (folder / "config.json").touch()
     with files.lock_folder(folder, "training this run"):  # it was there before
