@@ -139,7 +139,7 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
     if options.window is not None and options.window <= config.block_size:  # as of a control
         with autocast(device, options.torch_dtype):
             check_windows(model, options.window)
-    facts = run_facts(trained, weights, options)
+    facts = run_facts(trained, weights, options, largest_window(model))
     folder = run_folder.folder_of(path)
     edited = checkpoint.edited_formulas(folder, trained)
     if edited:
@@ -167,8 +167,16 @@ def window_of(config: Config, limit: int | None) -> int | None:
     return largest_window(outline(config, limit))
 
 
-def run_facts(trained: Config, weights: checkpoint.Checkpoint, options: Options) -> dict:
-    """What every measurement records about its run, its checkpoint and how the run was opened."""
+def run_facts(
+    trained: Config,
+    weights: checkpoint.Checkpoint,
+    options: Options,
+    window: int | None,
+) -> dict:
+    """What every measurement records about its run, its checkpoint and how the run was opened.
+
+    `window` is the largest of the model; looking it up without the weights takes a second.
+    """
     config = options.applied(trained)
     variant = trained.variant_name
     if options.attention is not None:
@@ -183,7 +191,7 @@ def run_facts(trained: Config, weights: checkpoint.Checkpoint, options: Options)
         "rope_factor": options.rope_factor,
         "rope_theta": options.rope_theta,
         "log_base": options.log_base,
-        "window": window_of(config, options.window),
+        "window": window,
         "p": config.p,
         "dtype": str(options.torch_dtype).removeprefix("torch."),
         "attention_impl": options.attention_impl,
@@ -336,7 +344,8 @@ def stored(
     trained = run_folder.read_config(path)
     config = options.applied(trained)
     weights = checkpoint.find(path, options.checkpoint, quiet=True)
-    facts = run_facts(trained, weights, options) | identity(evaluation, options, config)
+    facts = run_facts(trained, weights, options, window_of(config, options.window))
+    facts |= identity(evaluation, options, config)
     file = file or results_file(evaluation, path)
     result = find_measurement(read_measurements(file), facts)
     known = result.get("parts", {})
