@@ -356,10 +356,10 @@ def layer_by_formula(config, number, layer, x, score_scale):
             outputs.append(y)
         y = torch.cat(outputs, dim=1)
     else:
-        nope = nope_heads(config, number)
-        score_scales = x.new_ones((H, 1, 1)) * score_scale
-        score_scales[:nope] = 1.0  # no RoPE, so no factor of YaRN
-        context = replace(context, score_scale=score_scales)
+        if isinstance(score_scale, float):  # YaRN's, of heads with RoPE
+            score_scales = torch.full((1, H, 1, 1), score_scale, dtype=x.dtype)
+            score_scales[:, : nope_heads(config, number)] = 1.0
+            context = replace(context, score_scale=score_scales)
         y = textbook.attention(layer.attention, q, k, v, context)
 
     y = y.transpose(1, 2)  # [B, L, H, d]
