@@ -15,7 +15,11 @@ TINY = torch.finfo(torch.float32).tiny
 Prompts = TypeVar("Prompts", Tensor, list[Tensor])
 
 
-def next_logits(model: GPT, new: Tensor, cache: KVCache | RaggedCache) -> Tensor:
+def next_logits(
+    model: GPT,
+    new: Tensor,
+    cache: KVCache | RaggedCache,
+) -> Tensor:
     """Return the float32 logits [B, n_vocab] of the token after the cache and then new [B, L]."""
     last = model.hidden(new, cache)[:, -1]
     with torch.autocast(last.device.type, enabled=False):  # bfloat16 logits would tie
@@ -29,8 +33,8 @@ def read_prompts(
 ) -> tuple[Tensor, KVCache | RaggedCache]:
     """Return the logits [B, n_vocab] of the token after each prompt, and a cache of all prompts.
 
-    It has room for so many new tokens. Prompts of one length are read together, others in turn:
-    reading takes as many operations, and needs no padding.
+    The cache has room for so many new tokens. Prompts of one length are read together, others one
+    by one: that takes no more operations, and no padding.
     """
     lengths = {len(prompt) for prompt in prompts}
     # the last token is not fed to the model
@@ -84,5 +88,7 @@ def generate(
             break
         logits = next_logits(model, new, cache)
     added = torch.cat(columns, dim=1)
-    texts = [torch.cat(pair) for pair in zip(prompts, added, strict=True)]
+    texts = []
+    for prompt, new_tokens in zip(prompts, added, strict=True):
+        texts.append(torch.cat((prompt, new_tokens)))
     return torch.stack(texts) if isinstance(prompts, Tensor) else texts

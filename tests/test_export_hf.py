@@ -182,8 +182,9 @@ def test_padding_is_on_the_right_alone(tmp_path):
     assert_close(logits[:, :5], run.model(x), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="no padding on the left"):
         model(padded, attention_mask=mask.flip(1))
-    with pytest.raises(ValueError, match="no padding on the left"):
-        model.generate(padded, attention_mask=mask, **GREEDY)
+    for use_cache in (True, False):
+        with pytest.raises(ValueError, match="no padding on the left"):
+            model.generate(padded, attention_mask=mask, use_cache=use_cache, **GREEDY)
 
 
 @torch.no_grad()

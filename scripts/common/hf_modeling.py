@@ -116,7 +116,6 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        final_length: int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute the logits [B, L, n_vocab], or of fewer positions with `logits_to_keep`.
@@ -124,15 +123,15 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         It is the number of last positions, or a tensor of positions; 0 keeps all.
 
         With labels [B, L] (not shifted; -100 is ignored) also the mean loss in nats.
-        `past_key_values` is a Cache(final length), because a RoPE scaling may depend on that;
-        `final_length` alone gives the logits that such a cache would.
+        `past_key_values` is a Cache(final length), because a RoPE scaling may depend on that; the
+        argument `final_length`, without a cache, gives the same logits.
         `position_ids` change nothing: they may only count from 0, or on from the cache's last one.
         Raises ValueError for padding on the left, for any padding in generation, and for several
         documents in a row.
         """
         cache = past_key_values
-        if cache is None and final_length is not None:
-            cache = Cache(final_length)  # for this call alone
+        if cache is None and "final_length" in kwargs:
+            cache = Cache(kwargs["final_length"])  # for this call alone
         if attention_mask is not None:
             check_padding(attention_mask, cache)
         if position_ids is not None:
