@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from errors import UserError, command
 from runtime import run_folder
+from runtime.files import check_writable
 from runtime.log import read_metrics
 from scripts.common.command_line import option, parse
 from scripts.common.labels import picture_path, run_names
@@ -46,7 +47,9 @@ def main() -> None:
     options, arguments = parse(Curves)
     metrics = [read_steps(path) for path in arguments.runs]
     runs = dict(zip(run_names(arguments.runs), metrics, strict=True))
-    save_picture(plot(runs, options), arguments.out or picture_path(arguments.runs, "curves"))
+    picture = arguments.out or picture_path(arguments.runs, "curves")
+    check_writable(picture.parent, "; --out FILE.png puts the picture elsewhere")
+    save_picture(plot(runs, options), picture)
 
 
 def read_steps(path: str | Path) -> Steps:

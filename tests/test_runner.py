@@ -20,7 +20,7 @@ from errors import UserError
 from layers.build import build_model
 from layers.heads import formulas_hash
 from runtime import checkpoint, files, run_folder
-from scripts import attention_maps, eval_length
+from scripts import attention_maps, curves, eval_length
 from scripts.common import runner
 from scripts.common.command_line import parse
 from scripts.common.labels import picture_path, run_names
@@ -226,6 +226,7 @@ def test_a_read_only_run_is_measured_beside_the_picture(
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     monkeypatch.setattr(files.os, "access", lambda path, mode: Path(path) != run)
     refused(call, *arguments, "--lengths=128", says="--out FILE.png puts the picture and the")
+    refused(call, curves, run, says="--out FILE.png puts the picture elsewhere")
     out = tmp_path / "elsewhere/figure.pdf"
     call(*arguments, "--lengths=128,256", f"--out={out}")
     call(attention_maps, run, "--text=such is life", "--tokens=0", f"--out={out.with_stem('maps')}")
