@@ -42,8 +42,8 @@ def test_the_section_of_the_readme(tmp_path, shards):
         return done.stdout
 
     command = re.search(r"`python (train\.py [^`]*)`", section)[1].split()
-    call(*command, *SMALL, f"--data_dir={shards}", *SIZES)
-    run = copy / "out/elu1_p15_tiny"
+    run = copy / "out/run"
+    call(*command, *SMALL, f"--data_dir={shards}", *SIZES, f"--out_dir={run}")
     settings = json.loads((run / "config.json").read_text())
     assert settings["attention"] == "elu1"
     assert settings["p"] == 15
