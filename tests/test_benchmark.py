@@ -84,6 +84,7 @@ def test_a_model_of_every_path_and_one_plain_model(table):
         (["configs/softmax.py", "configs/scales/../softmax.py"], "two models are called softmax"),
         (["plain", "--optimizer=muon"], "plain is trained with adamw, not with muon"),
         (["configs/softmax.py", "--dry_run"], "no --dry_run"),
+        (["configs/softmax.py", "--batch_size=0"], "takes the size to measure"),
         (["configs/scales/orbits/tiny.py"], "one token a position, not task = orbits"),
         (["plain", "--rounds=0"], "--rounds 0 must be at least 1"),
         (["plain", "--phases=eval"], "--phases = 'eval'; it is one of train"),
