@@ -84,7 +84,6 @@ def test_a_model_of_every_path_and_one_plain_model(table):
         (["configs/softmax.py", "configs/scales/../softmax.py"], "two models are called softmax"),
         (["plain", "--optimizer=muon"], "plain is trained with adamw, not with muon"),
         (["configs/softmax.py", "--dry_run"], "no --dry_run"),
-        (["configs/softmax.py", "--batch_size=0"], "takes the size to measure"),
         (["configs/scales/orbits/tiny.py"], "one token a position, not task = orbits"),
         (["plain", "--rounds=0"], "--rounds 0 must be at least 1"),
         (["plain", "--phases=eval"], "--phases = 'eval'; it is one of train"),
@@ -93,6 +92,11 @@ def test_a_model_of_every_path_and_one_plain_model(table):
 )
 def test_what_cannot_be_measured_is_refused(call, refused, arguments, says):
     refused(call, benchmark, *arguments, *SHORT, says=says)
+
+
+def test_a_batch_size_that_would_be_fitted_is_refused(call, refused):
+    says = "takes the size to measure"
+    refused(call, benchmark, "configs/softmax.py", *SHORT, "--batch_size=0", says=says)
 
 
 def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_path):
