@@ -99,7 +99,8 @@ def step_unless(overflow: Tensor | None, optimizer: torch.optim.Optimizer) -> No
     """Step unless `overflow`, a float32 tensor, is 1; None: gradients do not overflow.
 
     GradScaler.step would decide for each optimizer by its own gradients. A fused optimizer reads
-    the tensor on the device, as GradScaler has it do; for another one, as Muon, the host waits.
+    the tensor on the device, as GradScaler has it do. For other optimizers, such as Muon, the host
+    waits.
     """
     if overflow is not None:
         if getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -77,7 +77,7 @@ def check_gpu(device: str) -> None:
 
 
 def check_unseen_gpu() -> None:
-    """Raise UserError if this machine has an NVIDIA GPU, not hidden on purpose, unseen by torch."""
+    """Raise UserError if torch does not see this machine's GPU, unless it is hidden on purpose."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in NO_DEVICES:
         return
     try:

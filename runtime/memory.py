@@ -22,7 +22,7 @@ USABLE = 0.88
 def fitting_batch_size(config: Config, world_size: int, device: torch.device) -> int:
     """Return the sequences per micro-batch: a divisor of a process's share of a step.
 
-    It is the largest within batch_size or, where that is 0, within what fits the GPU. Raises
+    It is the largest within batch_size or, if batch_size is 0, within what fits the GPU. Raises
     UserError as micro_batch_size does.
     """
     if config.batch_size or device.type != "cuda":

@@ -158,6 +158,8 @@ def parse_model(path: str, impl: str, settings: list[str]) -> Config:
     config = load_config([*files, "--batch_size=4", *settings, *impl_settings])
     if path == PLAIN and config.optimizer != "adamw":
         raise UserError(f"plain is trained with adamw, not with {config.optimizer}")
+    if config.batch_size == 0:
+        raise UserError("batch_size = 0 fits a training run; benchmark takes the size to measure")
     if config.dry_run:
         raise UserError("benchmark takes no --dry_run: it writes no run")
     if TASKS[config.task].tokens_per_position > 1:

@@ -94,6 +94,11 @@ def test_what_cannot_be_measured_is_refused(call, refused, arguments, says):
     refused(call, benchmark, *arguments, *SHORT, says=says)
 
 
+def test_a_batch_size_that_would_be_fitted_is_refused(call, refused):
+    says = "takes the size to measure"
+    refused(call, benchmark, "configs/softmax.py", *SHORT, "--batch_size=0", says=says)
+
+
 def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_path):
     # fork the processes from one that has imported torch already
     context = multiprocessing.get_context("forkserver")
