@@ -1,6 +1,5 @@
 """How commands open finished runs: dataclasses whose fields are options of the command line."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -48,8 +47,8 @@ class Options:
                 f"{config.out_dir} has task = {config.task!r}, but this command is for "
                 f"task = {self.task!r}"
             )
-        if self.log_base is not None and not 1 < self.log_base < math.inf:
-            raise UserError(f"--log_base {self.log_base} must be above 1 and finite")
+        if self.log_base is not None and self.log_base <= 1:
+            raise UserError(f"--log_base {self.log_base} must be above 1")
         changes: dict[str, Any] = {"attention_impl": self.attention_impl}
         if self.attention is not None:
             changes["attention"] = self.attention
