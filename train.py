@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -37,13 +38,7 @@ from layers.build import build_model
 from layers.heads import check_attention
 from layers.selfcheck import check_kernels
 from model import GPT, compile_model
-from optim import (
-    build_optimizers,
-    build_scaler,
-    learning_rate,
-    set_learning_rate,
-    step_unless,
-)
+from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate, step_unless
 from runtime import checkpoint, run_folder
 from runtime.checkpoint import State, Training
 from runtime.device import autocast, open_device, pick_compile, pick_dtype, usage
@@ -365,6 +360,7 @@ class Update(NamedTuple):
     grad_norm: Tensor
 
 
+@dataclass
 class Monitor:
     """Logs every step, and ends the run at a loss or gradient norm that is not finite.
 
@@ -372,22 +368,17 @@ class Monitor:
     not wait for the host. `read` must come before whatever a diverged run must not do.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        training: Training,
-        log: Log,
-        saver: checkpoint.Saver,
-        flops_per_token: float,
-    ) -> None:
-        self.config = config
-        self.training = training
-        self.log = log
-        self.saver = saver
-        self.flops_per_token = flops_per_token  # of this rank; 0: not known
-        self.is_late = training.device.type == "cuda"
-        self.unread: Update | None = None
-        self.started = time.perf_counter()
+    config: Config
+    training: Training
+    log: Log
+    saver: checkpoint.Saver
+    flops_per_token: float  # of this rank; 0: not known
+    unread: Update | None = None
+    started: float = 0.0  # when the step that is read next began
+
+    @property
+    def is_late(self) -> bool:
+        return self.training.device.type == "cuda"
 
     def begin(self) -> None:
         """Start the clock of a step, unless it runs on from a step that has not been read."""
