@@ -738,17 +738,12 @@ def check_model(config: Config) -> None:
 def check_window_pattern(config: Config) -> None:
     """Raise UserError for a pattern of other letters than S and L, and for one without effect."""
     pattern = config.window_pattern
-    if not pattern:
-        return
     if not set(pattern) <= {"S", "L"}:
         raise UserError(f"window_pattern = {pattern!r} must be of S and L alone, such as SSSL")
-    if config.window is None:
-        raise UserError(f"window_pattern = {pattern!r} needs window, the keys that S layers see")
-    windows = [config.layer_window(layer) for layer in range(config.n_layer)]
-    if not any(windows):
+    if pattern and not any(map(config.layer_window, range(config.n_layer))):
         raise UserError(
-            f"window_pattern = {pattern!r} gives none of n_layer = {config.n_layer} layers the "
-            "window: the last layer is always L"
+            f"window_pattern = {pattern!r} gives none of n_layer = {config.n_layer} layers a "
+            f"window: window = {config.window}, and the last layer is always L"
         )
 
 

@@ -30,7 +30,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import torch
 
-from config import DATA_DIR, MAY_CHANGE, RECORDED, SCHEDULE, Config
+from config import DATA_DIR, MAY_CHANGE, RECORDED, SCHEDULE, Config, shown
 from data.shards import Identity, data_difference, identity_of
 from data.tokenizer import copy_tokenizer
 from errors import UserError, first_line
@@ -422,7 +422,7 @@ def check_rate(run: Path, config: Config, state: State) -> None:
         words = [f"python train.py --resume {run} --max_iters={config.max_iters}"]
         for key, value in settings.items():
             if value != before[key]:
-                words.append(f"--{key}={value:g}" if key != "schedule" else f"--{key}={value}")
+                words.append(f"--{key}={shown(value)}")
         commands.append(" ".join(words))
     raise UserError(
         f"{run} followed a {schedule.schedule} schedule of {schedule.max_iters} steps up to step "
@@ -444,7 +444,7 @@ def copy_weights(model: GPT, state: State, source: str | Path) -> None:
     The attention variant may differ: its learnable scalars then keep their initial values. Raises
     UserError where the models differ in anything else.
     """
-    saved = Config().as_dict() | state.config
+    saved = settings_before(state)
     wanted = settings_of(model.config)
     different = []
     for key in HIDDEN:
