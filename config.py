@@ -490,9 +490,9 @@ def shown(value: Any) -> str:
 def read_file(path: str) -> dict[str, Any]:
     """The settings that a config file assigns, or the settings of a run.
 
-    Other names are the file's own: modules, functions, names with a leading underscore, and values
-    that the file itself uses. Raises UserError for a name that a setting resembles, and for one
-    that is only assigned, as if it were a setting.
+    A config file may also define modules, functions, names with a leading underscore, and values
+    that it uses. Raises UserError for a value that it does not use, and for a name that resembles
+    a setting's.
     """
     if os.path.isdir(path) or os.path.basename(path) == "config.json":
         return read_run(path.removesuffix("config.json"))
@@ -524,7 +524,7 @@ def read_file(path: str) -> dict[str, Any]:
 def did_you_mean_run(path: str | Path) -> str:
     """Return a question with the nearest run or checkpoint beside a path; "" if none is near.
 
-    A name that begins with that of the path is near, such as that of a run with a setting more.
+    A longer name that begins with the path's is near: it may have a setting more.
     """
     path = Path(path)
     runs = [file.parent.name for file in path.parent.glob("*/config.json")]

@@ -77,13 +77,9 @@ def main(config: Config | None = None) -> None:
     lock = lock_folder(run, "training this run") if rank == 0 else nullcontext()
     with process_group(rank, world_size, device, config.timeout), lock:
         fitting = -all_reduce_max(-fitting)  # GPUs may differ
-        if fitting != config.batch_size:
-            if rank == 0:
-                limit = ""
-                if not config.batch_size and device.type == "cuda":
-                    limit = " that fits the GPU's memory, by an estimate"
-                say(f"batch_size = {fitting}, the largest divisor of a process's step{limit}")
-            config = config.replace(batch_size=fitting)
+        if fitting != config.batch_size and rank == 0:
+            say(f"batch_size = {fitting}, the largest divisor of a process's step that fits")
+        config = config.replace(batch_size=fitting)
         resume = checkpoint.should_resume(run, config.resume)
         config = config.replace(resume=resume, init_from="" if resume else config.init_from)
         training, loader, loss_fn = set_up(config, rank, world_size, device)
@@ -206,7 +202,7 @@ def train(
 
 
 def check_ranks(config: Config, loader: Loader | None, identity: Identity) -> None:
-    """Raise UserError, on every rank with the same words, where ranks read different data."""
+    """Raise the same UserError on every rank where ranks read different data."""
     tokens = loader.tokens if loader else 0
     (first_tokens, first), *others = all_gather((tokens, identity))
     for rank, (other_tokens, other) in enumerate(others, start=1):
@@ -386,7 +382,7 @@ class Monitor:
             self.started = time.perf_counter()
 
     def add(self, update: Update) -> None:
-        """Log the update before, or where it costs nothing this one."""
+        """Log the update before this one and, where that keeps no GPU waiting, this one too."""
         self.read()
         self.unread = update
         if not self.is_late:

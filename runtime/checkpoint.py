@@ -79,9 +79,9 @@ class Training:
     step: int = 0  # the updates done
     best_val_loss: float = math.inf
     tokens: int = 0  # of an epoch of the data
-    data: Identity = field(default_factory=dict)  # what tells the data from others
+    data: Identity = field(default_factory=dict)  # what identifies the data
     resumed_at: int | None = None
-    # settings of the schedule and of the data that a resumed run changes, with those before
+    # settings of the schedule and of the data that a resumed run changes: values before and now
     changes: dict[str, tuple] = field(default_factory=dict)
 
     @property
@@ -147,7 +147,7 @@ def began_in(run: Path) -> dict[str, Any]:
 
 
 def identity_of_run(run: Path) -> Identity:
-    """Return what tells the data that a run began with from others; empty if not recorded."""
+    """Return what identifies the data that a run began with; empty if not recorded."""
     return began_in(run).get("data", {})
 
 
@@ -187,7 +187,7 @@ def write_header(
     config: Config,
     facts: dict,
     resumed_at: int | None,
-    changes: dict[str, tuple] | None = None,
+    changes: dict[str, tuple],
 ) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
