@@ -540,10 +540,11 @@ def names_only_assigned(path: Path) -> set[str]:
     assigned = set()
     read = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Assign):
-            assigned |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            read.add(node.id)
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                assigned.add(name)
+            case ast.Name(id=name, ctx=ast.Load()):
+                read.add(name)
     return assigned - read
 
 

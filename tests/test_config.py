@@ -422,6 +422,7 @@ n_head = Sizes.head * depth
         ("n_layers = 3\nn_embd = 64 * n_layers", "did you mean n_layer?"),
         ("lr = 1e-3\nlearning_rate = lr", "did you mean learning_rate?"),
         ("dropout = 0.1", "{path} sets 'dropout', which is not a setting;"),
+        ("dropout: float = 0.1", "{path} sets 'dropout', which is not a setting;"),
         ("n_layer = 1 / 0", "config file {path} fails: ZeroDivisionError: division by zero"),
     ],
 )
