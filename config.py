@@ -490,9 +490,9 @@ def shown(value: Any) -> str:
 def read_file(path: str) -> dict[str, Any]:
     """The settings that a config file assigns, or the settings of a run.
 
-    Other names are the file's own: modules, functions, names with a leading underscore, and values
-    that the file itself uses. Raises UserError for a name that a setting resembles, and for one
-    that is only assigned, as if it were a setting.
+    A config file may also define modules, functions, names with a leading underscore, and values
+    that it uses. Raises UserError for a value that it does not use, and for a name that resembles
+    a setting's.
     """
     if os.path.isdir(path) or os.path.basename(path) == "config.json":
         return read_run(path.removesuffix("config.json"))
@@ -524,7 +524,7 @@ def read_file(path: str) -> dict[str, Any]:
 def did_you_mean_run(path: str | Path) -> str:
     """Return a question with the nearest run or checkpoint beside a path; "" if none is near.
 
-    A name that begins with that of the path is near, such as that of a run with a setting more.
+    A longer name that begins with the path's is near: it may have a setting more.
     """
     path = Path(path)
     runs = [file.parent.name for file in path.parent.glob("*/config.json")]
@@ -540,10 +540,11 @@ def names_only_assigned(path: Path) -> set[str]:
     assigned = set()
     read = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Assign):
-            assigned |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            read.add(node.id)
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                assigned.add(name)
+            case ast.Name(id=name, ctx=ast.Load()):
+                read.add(name)
     return assigned - read
 
 
@@ -738,17 +739,12 @@ def check_model(config: Config) -> None:
 def check_window_pattern(config: Config) -> None:
     """Raise UserError for a pattern of other letters than S and L, and for one without effect."""
     pattern = config.window_pattern
-    if not pattern:
-        return
     if not set(pattern) <= {"S", "L"}:
         raise UserError(f"window_pattern = {pattern!r} must be of S and L alone, such as SSSL")
-    if config.window is None:
-        raise UserError(f"window_pattern = {pattern!r} needs window, the keys that S layers see")
-    windows = [config.layer_window(layer) for layer in range(config.n_layer)]
-    if not any(windows):
+    if pattern and not any(map(config.layer_window, range(config.n_layer))):
         raise UserError(
-            f"window_pattern = {pattern!r} gives none of n_layer = {config.n_layer} layers the "
-            "window: the last layer is always L"
+            f"window_pattern = {pattern!r} gives none of n_layer = {config.n_layer} layers a "
+            f"window: window = {config.window}, and the last layer is always L"
         )
 
 

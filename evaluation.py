@@ -1,6 +1,7 @@
 """Measurements of a model: its mean loss and its attention weights."""
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -70,15 +71,11 @@ def layer_attention_weights(
         reduced[attention] = torch.cat(blocks, dim=2)
 
     selected = [layer.attentions() for layer in model.attention_layers()[layers]]
-    hooks = []
-    for attentions in selected:
-        for attention in attentions:
-            hooks.append(attention.register_forward_hook(record))
-    try:
+    with ExitStack() as hooks:
+        for attentions in selected:
+            for attention in attentions:
+                hooks.enter_context(attention.register_forward_hook(record))
         model.hidden(idx)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [torch.cat([reduced[a] for a in attentions], dim=1) for attentions in selected]
 
 
@@ -97,8 +94,9 @@ def head_windows(model: GPT) -> list[list[int | None]]:
 def check_windows(model: GPT, window: int) -> None:
     """Raise UserError where a block's output depends on more than its last `window` inputs.
 
-    All blocks get the same random inputs. Changing the inputs that the window hides must have no
-    effect beside changing the others; sums over all positions, of forget gates, are rounded.
+    All blocks get the same three random sequences: the second differs from the first where the
+    window hides it from the last position, the third where the window shows it. The difference that
+    the second makes must be rounding, as of forget gates, which are summed over all positions.
     """
     if model.trunk.wpe is not None:  # learned positions end before a control would hide any
         return
@@ -106,7 +104,7 @@ def check_windows(model: GPT, window: int) -> None:
     x = torch.randn(3, 2 * window, model.config.n_embd, generator=generator)
     x[1, window:] = x[0, window:]
     x[2, :window] = x[0, :window]
-    x[2, -1] = x[0, -1]
+    x[2, -1] = x[0, -1]  # its own input, which the block adds to its output
     x = x.to(model.wte.weight)
     last_outputs = []
 
@@ -117,15 +115,11 @@ def check_windows(model: GPT, window: int) -> None:
         y = output if isinstance(output, Tensor) else output[0]
         last_outputs.append(y[:, -1].float())
 
-    hooks = []
-    for block in model.trunk.blocks:
-        hooks.append(block.register_forward_pre_hook(replace_input))
-        hooks.append(block.register_forward_hook(record))
-    try:
+    with ExitStack() as hooks:
+        for block in model.trunk.blocks:
+            hooks.enter_context(block.register_forward_pre_hook(replace_input))
+            hooks.enter_context(block.register_forward_hook(record))
         model.trunk(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
     for number, (y, y_hidden, y_visible) in enumerate(last_outputs):
         if (y_hidden - y).norm() > 0.05 * (y_visible - y).norm():
             raise UserError(

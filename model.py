@@ -35,6 +35,7 @@ class SelfAttention(nn.Module):
     """
 
     attention: Attention
+    has_positions = True  # False in the layers without RoPE of nope_every
     extra_multiplications = 0  # per token, which no nn.Linear counts; T6 has them
     residual_std = 0.02  # of the initial weights of c_proj, before / sqrt(2 n_layer); 0 in T6
 
@@ -95,6 +96,8 @@ class SelfAttention(nn.Module):
         rotation: Rotation | None,
         cache: KVCache | RaggedCache | None,
     ) -> Tensor:
+        if not self.has_positions:
+            rotation = None
         q, k, v = self.project(x, rotation)  # [B, H, L, d], [B, Hk, L, d] twice
         context = self.context(x, rotation)
         if isinstance(cache, RaggedCache):

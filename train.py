@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -37,13 +38,7 @@ from layers.build import build_model
 from layers.heads import check_attention
 from layers.selfcheck import check_kernels
 from model import GPT, compile_model
-from optim import (
-    build_optimizers,
-    build_scaler,
-    learning_rate,
-    set_learning_rate,
-    step_unless,
-)
+from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate, step_unless
 from runtime import checkpoint, run_folder
 from runtime.checkpoint import State, Training
 from runtime.device import autocast, open_device, pick_compile, pick_dtype, usage
@@ -82,13 +77,9 @@ def main(config: Config | None = None) -> None:
     lock = lock_folder(run, "training this run") if rank == 0 else nullcontext()
     with process_group(rank, world_size, device, config.timeout), lock:
         fitting = -all_reduce_max(-fitting)  # GPUs may differ
-        if fitting != config.batch_size:
-            if rank == 0:
-                limit = ""
-                if not config.batch_size and device.type == "cuda":
-                    limit = " that fits the GPU's memory, by an estimate"
-                say(f"batch_size = {fitting}, the largest divisor of a process's step{limit}")
-            config = config.replace(batch_size=fitting)
+        if fitting != config.batch_size and rank == 0:
+            say(f"batch_size = {fitting}, the largest divisor of a process's step that fits")
+        config = config.replace(batch_size=fitting)
         resume = checkpoint.should_resume(run, config.resume)
         config = config.replace(resume=resume, init_from="" if resume else config.init_from)
         training, loader, loss_fn = set_up(config, rank, world_size, device)
@@ -211,7 +202,7 @@ def train(
 
 
 def check_ranks(config: Config, loader: Loader | None, identity: Identity) -> None:
-    """Raise UserError, on every rank with the same words, where ranks read different data."""
+    """Raise the same UserError on every rank where ranks read different data."""
     tokens = loader.tokens if loader else 0
     (first_tokens, first), *others = all_gather((tokens, identity))
     for rank, (other_tokens, other) in enumerate(others, start=1):
@@ -365,6 +356,7 @@ class Update(NamedTuple):
     grad_norm: Tensor
 
 
+@dataclass
 class Monitor:
     """Logs every step, and ends the run at a loss or gradient norm that is not finite.
 
@@ -372,22 +364,17 @@ class Monitor:
     not wait for the host. `read` must come before whatever a diverged run must not do.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        training: Training,
-        log: Log,
-        saver: checkpoint.Saver,
-        flops_per_token: float,
-    ) -> None:
-        self.config = config
-        self.training = training
-        self.log = log
-        self.saver = saver
-        self.flops_per_token = flops_per_token  # of this rank; 0: not known
-        self.is_late = training.device.type == "cuda"
-        self.unread: Update | None = None
-        self.started = time.perf_counter()
+    config: Config
+    training: Training
+    log: Log
+    saver: checkpoint.Saver
+    flops_per_token: float  # of this rank; 0: not known
+    unread: Update | None = None
+    started: float = 0.0  # when the step that is read next began
+
+    @property
+    def is_late(self) -> bool:
+        return self.training.device.type == "cuda"
 
     def begin(self) -> None:
         """Start the clock of a step, unless it runs on from a step that has not been read."""
@@ -395,7 +382,7 @@ class Monitor:
             self.started = time.perf_counter()
 
     def add(self, update: Update) -> None:
-        """Log the update before, or where it costs nothing this one."""
+        """Log the update before this one and, where that keeps no GPU waiting, this one too."""
         self.read()
         self.unread = update
         if not self.is_late:

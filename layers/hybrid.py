@@ -8,7 +8,7 @@ from torch import Tensor
 from attention_paths.module import Attention
 from attention_paths.reference import Context
 from config import Config
-from layers.cache import KVCache, RaggedCache
+from layers.cache import KVCache
 from layers.heads import build_hybrid_attention
 from layers.rope import Rotation
 from model import SelfAttention
@@ -26,6 +26,7 @@ class HybridAttention(SelfAttention):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__(config, layer)
         self.nope_heads = config.nope_heads(layer)
+        self.has_positions = self.nope_heads < self.n_head
 
     def add_attention(self, config: Config, layer: int) -> None:
         self.attention, self.local = build_hybrid_attention(config, layer)
@@ -34,16 +35,6 @@ class HybridAttention(SelfAttention):
         if self.local is None:
             return [self.attention]
         return [self.attention, self.local]
-
-    def forward(
-        self,
-        x: Tensor,
-        rotation: Rotation | None,
-        cache: KVCache | RaggedCache | None,
-    ) -> Tensor:
-        if self.nope_heads == self.n_head:
-            rotation = None
-        return super().forward(x, rotation, cache)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         if self.nope_heads == 0:

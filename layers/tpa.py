@@ -11,7 +11,7 @@ from attention_paths.factored import Factors
 from attention_paths.module import Attention
 from attention_paths.reference import Context
 from config import Config
-from layers.cache import KVCache, RaggedCache
+from layers.cache import KVCache
 from layers.heads import build_hybrid_attention
 from layers.rope import Rotation
 from model import SelfAttention
@@ -31,7 +31,7 @@ class TensorProductAttention(SelfAttention):
         self.q_rank = config.q_rank  # None: q is linear in the input, the paper's KVonly
         self.kv_rank = config.kv_rank
         self.widths = self.projected_widths(config)
-        self.has_rope = config.nope_heads(layer) == 0
+        self.has_positions = config.nope_heads(layer) == 0
         ranks = (self.q_rank or 0) + 2 * self.kv_rank
         self.extra_multiplications = ranks * self.n_head * self.d_head
 
@@ -68,16 +68,6 @@ class TensorProductAttention(SelfAttention):
         for weight, fan in zip(weights, fans, strict=True):
             bound = math.sqrt(6 / fan)
             nn.init.uniform_(weight, -bound, bound)
-
-    def forward(
-        self,
-        x: Tensor,
-        rotation: Rotation | None,
-        cache: KVCache | RaggedCache | None,
-    ) -> Tensor:
-        if not self.has_rope:
-            rotation = None
-        return super().forward(x, rotation, cache)
 
     def project(  # type: ignore[override]
         self, x: Tensor, rotation: Rotation | None

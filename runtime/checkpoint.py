@@ -30,7 +30,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import torch
 
-from config import DATA_DIR, MAY_CHANGE, RECORDED, SCHEDULE, Config
+from config import DATA_DIR, MAY_CHANGE, RECORDED, SCHEDULE, Config, shown
 from data.shards import Identity, data_difference, identity_of
 from data.tokenizer import copy_tokenizer
 from errors import UserError, first_line
@@ -79,9 +79,9 @@ class Training:
     step: int = 0  # the updates done
     best_val_loss: float = math.inf
     tokens: int = 0  # of an epoch of the data
-    data: Identity = field(default_factory=dict)  # what tells the data from others
+    data: Identity = field(default_factory=dict)  # what identifies the data
     resumed_at: int | None = None
-    # settings of the schedule and of the data that a resumed run changes, with those before
+    # settings of the schedule and of the data that a resumed run changes: values before and now
     changes: dict[str, tuple] = field(default_factory=dict)
 
     @property
@@ -147,7 +147,7 @@ def began_in(run: Path) -> dict[str, Any]:
 
 
 def identity_of_run(run: Path) -> Identity:
-    """Return what tells the data that a run began with from others; empty if not recorded."""
+    """Return what identifies the data that a run began with; empty if not recorded."""
     return began_in(run).get("data", {})
 
 
@@ -187,7 +187,7 @@ def write_header(
     config: Config,
     facts: dict,
     resumed_at: int | None,
-    changes: dict[str, tuple] | None = None,
+    changes: dict[str, tuple],
 ) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
@@ -422,7 +422,7 @@ def check_rate(run: Path, config: Config, state: State) -> None:
         words = [f"python train.py --resume {run} --max_iters={config.max_iters}"]
         for key, value in settings.items():
             if value != before[key]:
-                words.append(f"--{key}={value:g}" if key != "schedule" else f"--{key}={value}")
+                words.append(f"--{key}={shown(value)}")
         commands.append(" ".join(words))
     raise UserError(
         f"{run} followed a {schedule.schedule} schedule of {schedule.max_iters} steps up to step "
@@ -444,7 +444,7 @@ def copy_weights(model: GPT, state: State, source: str | Path) -> None:
     The attention variant may differ: its learnable scalars then keep their initial values. Raises
     UserError where the models differ in anything else.
     """
-    saved = Config().as_dict() | state.config
+    saved = settings_before(state)
     wanted = settings_of(model.config)
     different = []
     for key in HIDDEN:

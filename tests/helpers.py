@@ -109,7 +109,7 @@ def set_meta(tokenizer: str, **more) -> dict:
 def saved_run(folder: Path, model: GPT) -> Path:
     """A run's folder as train.py leaves it, for an untrained model."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_header(folder, model.config, {"formulas": formulas_hash(model.config)}, None)
+    write_header(folder, model.config, {"formulas": formulas_hash(model.config)}, None, {})
     training = Training(model, torch.float32, [], torch.amp.GradScaler("cpu"), step=7)
     with Saver(folder, model.config, None) as saver:
         saver.save("step", training.state(model.config))

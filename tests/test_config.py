@@ -372,9 +372,9 @@ def test_help_has_every_setting_with_its_default_and_a_word():
             "q_rank = None has an effect with projections = 'tpa' only, not with 'linear'",
         ),
         ("--local_window=9", "needs heads without positions: set nope_share or nope_every"),
-        ("--window_pattern=SSSL", "'SSSL' needs window, the keys that S layers see"),
+        ("--window_pattern=SSSL", "gives none of n_layer = 12 layers a window: window = None"),
         ("--window=9 --window_pattern=SSXL", "must be of S and L alone, such as SSSL"),
-        ("--window=9 --window_pattern=LS --n_layer=2", "gives none of n_layer = 2 layers"),
+        ("--window=9 --window_pattern=LS --n_layer=2", "layers a window: window = 9"),
         # the command line itself
         ("no_config.json", "config file or run no_config.json does not exist"),
         ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),
@@ -422,6 +422,7 @@ n_head = Sizes.head * depth
         ("n_layers = 3\nn_embd = 64 * n_layers", "did you mean n_layer?"),
         ("lr = 1e-3\nlearning_rate = lr", "did you mean learning_rate?"),
         ("dropout = 0.1", "{path} sets 'dropout', which is not a setting;"),
+        ("dropout: float = 0.1", "{path} sets 'dropout', which is not a setting;"),
         ("n_layer = 1 / 0", "config file {path} fails: ZeroDivisionError: division by zero"),
     ],
 )

@@ -177,7 +177,7 @@ def repository(tmp_path, monkeypatch):
 def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    checkpoint.write_header(run, Config(), {}, None)
+    checkpoint.write_header(run, Config(), {}, None, {})
     assert not device.environment()["modified"]
     assert (run / "uncommitted.patch").read_bytes() == b""
     (repository / "notes.txt").write_text("not tracked, and no code")
@@ -187,7 +187,7 @@ def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     changed = b"one\nthree\xff\n"  # a diff is bytes, whatever a file holds
     (repository / "model.py").write_bytes(changed)
     (repository / "mine.py").write_text("attention = 'mine'\n")
-    checkpoint.write_header(run, Config(), {}, None)
+    checkpoint.write_header(run, Config(), {}, None, {})
     saved = json.loads((run / "environment.json").read_text())
     assert saved["modified"]
     assert saved["commit"] == device.environment()["commit"]

@@ -328,7 +328,7 @@ def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
     assert "was trained with other formulas of 'lssar'" in capsys.readouterr().err
     environment = json.loads((run / "environment.json").read_text())
     now = {"formulas": formulas_hash(config)}
-    checkpoint.write_header(run, config.replace(resume=True), now, planned.step)
+    checkpoint.write_header(run, config.replace(resume=True), now, planned.step, {})
     assert "began with other formulas of 'lssar'" in capsys.readouterr().err
     now = json.loads((run / "environment.json").read_text())
     assert now["formulas"] == environment["formulas"]

@@ -430,9 +430,7 @@ def test_a_float16_step_that_overflows_only_lowers_the_scale(fused):
 class ReadLate(Monitor):
     """As on CUDA."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.is_late = True
+    is_late = True
 
 
 def test_steps_that_are_read_late_are_logged_alike(train, monkeypatch):
