@@ -32,7 +32,10 @@ settings. Lengths that it has are not measured again; new ones are added:
     p                                                   of attention; null: none
     data_dir, tokens, dtype                             the first validation tokens of data_dir
     parts                                               {"1024 tokens": {"length": 1024, "loss":
-                                                        mean in nats per token}}; of "1024 tokens by
+                                                        mean in nats per token, "standard_error":
+                                                        over stretches of text as long as the least
+                                                        common multiple of the lengths; null: a
+                                                        single one}}; of "1024 tokens by
                                                         position" also "loss_by_position", the mean
                                                         over windows for each position; of windows
                                                         inside documents "1024 tokens in 4096 of
@@ -124,10 +127,14 @@ def chunks(options: LossOptions, config: Config) -> dict[str, Chunk]:
 
 def measure(options: LossOptions, run: Run, chunk: Chunk) -> dict:
     text = text_of(options, run.config)
-    means = position_losses(run, windows(text, chunk.length, run.device))
-    values: dict[str, Any] = {"length": chunk.length, "loss": means.mean().item()}
+    by_position, by_window = mean_losses(run, windows(text, chunk.length, run.device))
+    values: dict[str, Any] = {
+        "length": chunk.length,
+        "loss": by_position.mean().item(),
+        "standard_error": standard_error(by_window.view(len(text), -1).mean(1)),
+    }
     if chunk.by_position:
-        values["loss_by_position"] = means.tolist()
+        values["loss_by_position"] = by_position.tolist()
     return values
 
 
@@ -136,10 +143,11 @@ def control(options: LossOptions, config: Config) -> LossOptions | None:
 
 
 def summarise(chunks: dict[str, dict]) -> dict:
-    """The lengths, and the losses there."""
+    """The lengths, and the losses there; measurements of older versions have no standard error."""
     return {
         "lengths": [chunk["length"] for chunk in chunks.values()],
         "loss": [chunk["loss"] for chunk in chunks.values()],
+        "standard_error": [chunk.get("standard_error") for chunk in chunks.values()],
     }
 
 
@@ -185,16 +193,23 @@ def default_tokens(config: Config, lengths: Sequence[int]) -> int:
 
 
 @torch.no_grad()
-def position_losses(run: Run, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Mean loss in nats at every position of the windows x, y [B, L]: float64 [L]."""
+def mean_losses(run: Run, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Mean losses in nats of windows x, y [B, L]: float64, by position [L], and by window [n]."""
     total = torch.zeros((), dtype=torch.float64)
-    count = 0
+    by_window: list[Tensor] = []
     for x, y in batches:
         with run.autocast():
-            losses = run.model.token_losses(x, y)
-        total = total + losses.cpu().double().sum(0)
-        count += len(losses)
-    return total / count
+            losses = run.model.token_losses(x, y).cpu().double()
+        total = total + losses.sum(0)
+        by_window.extend(losses.mean(1))
+    return total / len(by_window), torch.stack(by_window)
+
+
+def standard_error(means: Tensor) -> float | None:
+    """The standard error of the mean of means [n]; None for a single one."""
+    if len(means) == 1:
+        return None
+    return (means.std() / math.sqrt(len(means))).item()
 
 
 def gain(result: dict) -> float | None:
@@ -234,18 +249,24 @@ def print_losses(results: Results, title: str, whole_documents: bool) -> None:
         count = first["tokens"] // math.lcm(*first["lengths"])
         headings.append(f"{count} stretches of whole documents")
     print("\n" + ", ".join(headings))
-    table = [["tokens", *map(str, first["lengths"]), "gain"]]
-    has_gains = False
+    gains = {name: gain(result) for name, result in results.items()}
+    has_gains = any(value is not None for value in gains.values())
+    table = [["length", *map(str, first["lengths"])]]
+    if has_gains:
+        table[0].append("gain")
+    errors = []
     for name, result, is_control in with_controls(results):
-        label = f"  sliding window of {result['window']}" if is_control else name
-        losses = [f"{loss:.4f}" for loss in result["loss"]]
-        gain_of_run = gain(result)
-        if gain_of_run is None:
-            table.append([label, *losses, ""])
-        else:
-            table.append([label, *losses, f"{gain_of_run:+.4f}"])
-            has_gains = True
+        row = [f"  sliding window of {result['window']}" if is_control else name]
+        row += [f"{loss:.4f}" for loss in result["loss"]]
+        if has_gains:
+            value = None if is_control else gains[name]
+            row.append("" if value is None else f"{value:+.4f}")
+        table.append(row)
+        errors += [error for error in result["standard_error"] if error is not None]
     print_table(table, width=9)
+    if errors:
+        spread = f"{min(errors):.4f} to {max(errors):.4f}"
+        print(f"{first['tokens']:,} tokens; standard error of a loss over this text: {spread}")
     if has_gains:
         print(MEANING)
 

@@ -9,6 +9,7 @@ import pytest
 from runtime import run_folder
 from scripts import compare
 from scripts.common import planned
+from scripts.reproduce import rebuild
 from tests.helpers import (
     CONFIGS,
     SMALL,
@@ -51,7 +52,7 @@ LSSAR = str(CONFIGS / "lssar_p15.py")
 TINY = str(CONFIGS / "scales/tiny.py")
 
 
-def test_two_configs_end_to_end(compared, commands, mine, tmp_path, capsys):
+def test_two_configs_end_to_end(compared, commands, mine, tmp_path, capsys, call, refused):
     folder = compared(SOFTMAX, mine, "--seeds=2", "--lengths=64")
     printed = capsys.readouterr().out
     table = read_table(folder)
@@ -77,7 +78,17 @@ def test_two_configs_end_to_end(compared, commands, mine, tmp_path, capsys):
             assert f"{differences[-1]:+z.4f} |" in printed
         assert difference == pytest.approx(statistics.mean(differences))
         assert f"{difference:+z.4f} ± {statistics.stdev(differences):.4f}" in printed
-    assert not_blank(folder / "compare_softmax_mine.png")
+    picture = folder / "compare_softmax_mine.png"
+    assert not_blank(picture)
+    # the same again from table.json alone
+    text = (folder / "table.md").read_text()
+    (folder / "table.md").unlink()
+    picture.unlink()
+    call(rebuild, str(folder))
+    assert (folder / "table.md").read_text() == text
+    assert read_table(folder) == table
+    assert not_blank(picture)
+    refused(call, rebuild, str(tmp_path), says="has no table.json")
 
 
 def test_a_grid(compared, commands):

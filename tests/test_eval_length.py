@@ -77,17 +77,18 @@ def test_eval_length_is_the_mean_loss_over_the_same_tokens(module_run, call, sha
 @pytest.fixture
 def measured(monkeypatch):
     """The lengths that are measured from now on; the length 128 stops the command."""
-    measure = eval_length.position_losses
+    measure = eval_length.mean_losses
     lengths = []
 
     def recorded(run, batches):
         means = measure(run, batches)
-        if len(means) == 128:
+        by_position, _ = means
+        if len(by_position) == 128:
             raise KeyboardInterrupt
-        lengths.append(len(means))
+        lengths.append(len(by_position))
         return means
 
-    monkeypatch.setattr(eval_length, "position_losses", recorded)
+    monkeypatch.setattr(eval_length, "mean_losses", recorded)
     return lengths
 
 

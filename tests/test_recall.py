@@ -351,12 +351,13 @@ def test_the_picture_of_a_table_has_the_level_of_chance():
     softmax = summarise([run | {"values": [90.0, 50.0]}]) | {"paper": None}
     ssmax = summarise([run | {"values": [95.0, 60.0]}]) | {"paper": None}
     ssmax["difference"] = paired(ssmax, softmax)
-    table = {"scale": "tiny", "unit": "%", "multiples": [1, 16]}
+    table = {"scale": "tiny", "unit": "%", "multiples": [1, 16], "baseline": "softmax"}
     figure = pictures.together(table | {"rows": {"softmax": softmax, "ssmax": ssmax}})
     accuracies, differences = figure.axes
     lines = {line.get_label(): line.get_ydata() for line in accuracies.lines}
     assert lines["repeating the last answer"] == pytest.approx([36.2, 93.75], abs=0.05)
     assert [line.get_label() for line in differences.lines] == ["ssmax"]
+    assert differences.get_title() == "minus softmax, with the same seed"
 
 
 def test_pairs_in_proportion():

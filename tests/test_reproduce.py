@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -63,10 +64,9 @@ def test_table1_end_to_end(reproduced, commands, tmp_path, capsys):
         for i, both in enumerate(zip(*losses, strict=True)):
             paper = paper_rows[name][i]
             mean = sum(both) / 2
-            half = abs(both[0] - both[1]) / 2
             assert row["mean"][i] == pytest.approx(mean)
             assert row["paper"][i] == paper
-            assert f"{mean:.4f} ± {half:.4f} ({paper:.4f}; {mean - paper:+.4f})" in text
+            assert f"{mean:.4f} ± {statistics.stdev(both):.4f} ({paper:.4f})" in text
         for run in row["runs"]:
             assert run["step"] == 6
             assert run["tokens"] == 768
@@ -154,7 +154,7 @@ def test_runs_of_other_processes_are_left_to_them(tmp_path, monkeypatch, capsys)
 
 def test_what_fails_does_not_stop_the_others(reproduced, commands, tmp_path, monkeypatch):
     call = planned.call
-    losses = eval_length.position_losses
+    losses = eval_length.mean_losses
 
     def failing_call(command):
         return 1 if "relu_li.py" in " ".join(command) else call(command)
@@ -165,7 +165,7 @@ def test_what_fails_does_not_stop_the_others(reproduced, commands, tmp_path, mon
         return losses(run, *arguments)
 
     monkeypatch.setattr(planned, "call", failing_call)
-    monkeypatch.setattr(eval_length, "position_losses", without_memory)
+    monkeypatch.setattr(eval_length, "mean_losses", without_memory)
     with pytest.raises(SystemExit) as stop:
         reproduced("table_a6", "--only=relu_li,phi_gelu,softmax")
     table = read_table(tmp_path / "results/small/table_a6")

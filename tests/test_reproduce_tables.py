@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from config import Config
 from errors import UserError
 from layers.build import build_model
-from runtime.checkpoint import read_config
+from runtime.run_folder import read_config
 from scripts import downstream
 from scripts.common.papers import SSMAX
 from scripts.common.planned import PlannedRun

@@ -1,6 +1,9 @@
 """Tables of results over seeds."""
 
-from scripts.common.tables import best_entries, summarise
+import pytest
+
+from scripts.common.tables import best_entries, cell, summarise
+from scripts.reproduce.pictures import together
 from scripts.reproduce.report import how_measured
 
 
@@ -20,6 +23,28 @@ def test_entries_that_tie_are_all_best():
     assert best_entries(table_of(a=[0.0, 0.0], b=[0.0, 0.0], c=[1.0, 1.0]), 0) == {"a", "b"}
     assert best_entries(table_of(a=[1.0], b=[2.0]), 0) == set()
     assert best_entries(table_of("higher", a=[1.0, 1.1], b=[2.0, 2.1]), 0) == {"b"}
+
+
+@pytest.mark.parametrize("same_tokens, expected", [(True, " (3.00; -1.00)"), (False, " (3.00)")])
+def test_no_difference_from_a_paper_with_another_tokenizer(same_tokens, expected):
+    table = {"digits": 2, "same_tokens": same_tokens}
+    several = summarise([{"values": [value]} for value in (1.0, 2.0, 3.0)]) | {"paper": [3.0]}
+    assert cell(table, several, 0) == f"2.00 ± 1.00{expected}"
+    single = summarise([{"values": [2.0]}]) | {"paper": [3.0]}
+    assert cell(table, single, 0) == f"2.00{expected}"
+
+
+def test_the_band_of_a_picture_is_the_standard_deviation():
+    run = {"seed": 1, "evaluation": {}}
+    row = summarise([run | {"values": [value]} for value in (1.0, 2.0, 6.0)]) | {"paper": None}
+    table = {"scale": "tiny", "unit": "nats", "multiples": [1], "baseline": "", "rows": {"a": row}}
+    figure = together(table)
+    band, in_legend = figure.axes[0].collections
+    (path,) = band.get_paths()
+    low = 3 - 7**0.5
+    high = 3 + 7**0.5
+    assert {round(y, 6) for y in path.vertices[:, 1]} == {round(low, 6), round(high, 6)}
+    assert in_legend.get_label() == "± standard deviation, n = 3"
 
 
 def test_the_caption_names_commits_with_uncommitted_changes():

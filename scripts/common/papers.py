@@ -10,3 +10,4 @@ from pathlib import Path
 PAPERS = json.loads((Path(__file__).parent / "papers.json").read_text())
 LSSAR, SSMAX = PAPERS["lssar"], PAPERS["ssmax"]
 TRAINED_LENGTH = LSSAR["training"]["trained_length"]  # tokens, in both papers
+TOKENIZER = "gpt2"  # of both papers

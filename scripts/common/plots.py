@@ -93,7 +93,7 @@ def heat_map(
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve with a band from low to high.
+    """A curve with a band around it, from y - deviation to y + deviation.
 
     A thin curve has the colour of its label and no entry in the legend. A reference is a thin grey
     dashed line with an entry, such as the level of chance.
@@ -102,8 +102,7 @@ class Curve:
     label: str
     x: Values
     y: Values
-    low: Values | None = None
-    high: Values | None = None
+    deviation: Values | None = None
     thin: bool = field(default=False, kw_only=True)
     reference: bool = field(default=False, kw_only=True)
 
@@ -114,6 +113,7 @@ def draw_curves(
     ylabel: str,
     log: str = "",
     thin: str = "",
+    band: str = "",
     marks: Iterable[float] = (),
     sharey: bool = True,
 ) -> Figure:
@@ -121,7 +121,7 @@ def draw_curves(
 
     `log` names the logarithmic axes: "x", "y" or "xy". The ticks of a logarithmic x axis are the
     curves' points, if there are at most MOST_TICKS. `thin` is the legend's text for thin curves, if
-    there are any; `marks` are places on the x axis with a dotted line.
+    there are any, and `band` for their bands; `marks` are places on the x axis with a dotted line.
     """
     figure, all_axes = panels(len(panels_of), sharey)
     labels: list[str] = []
@@ -142,6 +142,8 @@ def draw_curves(
                 draw(axes, curve, labels.index(curve.label))
         if thin and any(curve.thin for curve in curves):
             axes.plot([], [], color="0.3", linewidth=0.7, label=thin)
+        if any(curve.deviation is not None for curve in curves):
+            axes.fill_between([], [], color="0.3", alpha=0.2, lw=0, label=band)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.set_title(title, fontsize="medium")
         if "x" in log:
@@ -160,7 +162,12 @@ def draw_curves(
 
 
 def draw_by_length(
-    measurements: Iterable[dict], title: str, curves: Sequence[Curve], xlabel: str, ylabel: str
+    measurements: Iterable[dict],
+    title: str,
+    curves: Sequence[Curve],
+    xlabel: str,
+    ylabel: str,
+    band: str = "",
 ) -> Figure:
     """Draw curves over a number of tokens, with a dotted line at each run's training length."""
     return draw_curves(
@@ -169,6 +176,7 @@ def draw_by_length(
         ylabel,
         log="x",
         thin=THIN,
+        band=band,
         marks={measurement["trained_length"] for measurement in measurements},
     )
 
@@ -196,5 +204,7 @@ def draw(axes: Axes, curve: Curve, i: int) -> None:
         markersize=4,
         markevery=1 if len(curve.x) <= 20 else 0.1,  # a share of the axes' diagonal
     )
-    if curve.low is not None and curve.high is not None:
-        axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.2, lw=0)
+    if curve.deviation is not None:
+        low = np.subtract(curve.y, curve.deviation)
+        high = np.add(curve.y, curve.deviation)
+        axes.fill_between(curve.x, low, high, color=color, alpha=0.2, lw=0)

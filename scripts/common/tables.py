@@ -6,6 +6,7 @@ A table of results is a dict, saved as table.json:
     better      "lower" or "higher" for each column; None: the column is not ranked
     caption     sentences
     baseline    the entry that the others are compared with; empty: none
+    same_tokens whether the paper's models read tokens of the same tokenizer
     rows        name of an entry -> paper, mean, low, high and deviation, which are lists over
                 columns, and runs: for each seed its values, folder, step, tokens, environment and
                 evaluation. A value that means nothing is None. With a baseline also difference:
@@ -18,9 +19,9 @@ from pathlib import Path
 
 from runtime.files import atomic_write, write_json
 
-SIDES = ("mean", "low", "high")
+HOW_TO_READ = "How to read the columns, ± and bold: docs/evaluations.md, A table of the papers."
 # The lists and dicts of an evaluation that table.json repeats.
-LISTS = ("lengths", "loss", "environment")
+LISTS = ("lengths", "loss", "standard_error", "environment")
 
 
 def print_table(rows: Sequence[Sequence[str]], left: int = 1, width: int = 0) -> None:
@@ -92,6 +93,15 @@ def spread(entry: dict, column: int) -> float | None:
     return entry["high"][column] - entry["low"][column]
 
 
+def ranged(values: Sequence[int]) -> str:
+    """Return the lowest and the highest value: "6 to 12", or "6" where they are the same."""
+    low = min(values)
+    high = max(values)
+    if low == high:
+        return f"{low:,}"
+    return f"{low:,} to {high:,}"
+
+
 def best_entries(table: dict, column: int) -> set[str]:
     """The best entry in a column, and all that tie with it.
 
@@ -119,9 +129,10 @@ def best_entries(table: dict, column: int) -> set[str]:
 # ---- files ----
 
 
-def write(folder: Path, table: dict, pictures: Sequence[str]) -> None:
-    """Save a table of results as table.json and table.md, which shows the pictures."""
+def write(folder: Path, table: dict) -> None:
+    """Save a table of results as table.json and table.md, which shows the folder's pictures."""
     folder.mkdir(parents=True, exist_ok=True)
+    pictures = sorted(path.name for path in folder.glob("*.png"))
     rows = {}
     for name, entry in table["rows"].items():
         runs = [run | {"evaluation": short(run["evaluation"])} for run in entry["runs"]]
@@ -145,22 +156,52 @@ def short(evaluation: dict) -> dict:
 def markdown(table: dict, pictures: Sequence[str]) -> str:
     """The table, the differences from its baseline, its caption and its pictures."""
     columns = range(len(table["columns"]))
-    head = [markdown_row("", table["columns"]), "|---" * (len(columns) + 1) + "|"]
+    head = [markdown_row("", "n", table["columns"]), "|---" * (len(columns) + 2) + "|"]
     best = [best_entries(table, column) for column in columns]
     lines = [f"# {table['title']}, scale {table['scale']}", "", *head]
     for name, entry in table["rows"].items():
         cells = [cell(table, entry, column, name in best[column]) for column in columns]
-        lines.append(markdown_row(f"`{name}`", cells))
+        lines.append(markdown_row(f"`{name}`", len(entry["runs"]), cells))
     if table["baseline"]:
         lines += ["", f"Minus `{table['baseline']}`, with the same seed:", "", *head]
         for name, entry in table["rows"].items():
             if "difference" in entry:
                 lines += difference_rows(name, entry["difference"], table)
     lines.append("")
-    lines += [f"- {sentence}" for sentence in table["caption"]]
+    lines += [f"- {sentence}" for sentence in (*table["caption"], *reading(table))]
     lines.append("")
     lines += [f"![{name}]({name})\n" for name in pictures]
     return "\n".join(lines)
+
+
+def reading(table: dict) -> list[str]:
+    """Say what n, ±, bold and parentheses mean in this table."""
+    rows = table["rows"].values()
+    sentences = []
+    seeds = max(len(row["runs"]) for row in rows)
+    if seeds > 1:
+        sentences.append(
+            "n is the number of seeds, ± the standard deviation over them (none where they agree); "
+            "the standard error of a mean is ± / √n."
+        )
+        if not table["baseline"] and any(table["better"]):
+            sentences.append("A bold value cannot be distinguished from the best.")
+    elif rows_have_seeds(table):
+        sentences.append("One seed: the spread between seeds is not known, so nothing is ranked.")
+    if any(row["paper"] for row in rows):
+        scale = f" at scale {table['paper_scale']}" if rows_have_seeds(table) else ""
+        sentence = f"In parentheses the paper's value{scale}"
+        if table["same_tokens"]:
+            sentence += ", and our value minus it."
+        else:
+            sentence += ", of another tokenizer: a difference would mean nothing."
+        sentences.append(sentence)
+    return [*sentences, HOW_TO_READ]
+
+
+def rows_have_seeds(table: dict) -> bool:
+    """Whether the rows are of trained models; else they are computed from formulas."""
+    return any(run["seed"] is not None for row in table["rows"].values() for run in row["runs"])
 
 
 def difference_rows(name: str, difference: dict, table: dict) -> list[str]:
@@ -173,18 +214,18 @@ def difference_rows(name: str, difference: dict, table: dict) -> list[str]:
     for label, summary in summaries.items():
         columns = range(len(table["columns"]))
         cells = [cell(table, summary, column, sign="+") for column in columns]
-        rows.append(markdown_row(label, cells))
+        rows.append(markdown_row(label, len(summary["runs"]), cells))
     return rows
 
 
-def markdown_row(label: str, cells: Sequence[str]) -> str:
-    return f"| {label} | {' | '.join(cells)} |"
+def markdown_row(label: str, n: int | str, cells: Sequence[str]) -> str:
+    return f"| {label} | {n} | {' | '.join(cells)} |"
 
 
 def cell(table: dict, entry: dict, column: int, bold: bool = False, sign: str = "") -> str:
-    """Our value ± half the range over seeds, or the standard deviation where entries are compared.
+    """Our value ± the standard deviation over seeds; in parentheses the paper's value.
 
-    In parentheses the paper's value and ours minus it.
+    Of the same tokens also our value minus the paper's.
     """
     value = entry["mean"][column]
     if value is None:
@@ -193,11 +234,10 @@ def cell(table: dict, entry: dict, column: int, bold: bool = False, sign: str = 
     text = f"{value:{sign}z,.{digits}f}"
     if bold:
         text = f"**{text}**"
-    width = spread(entry, column)
-    if width is not None:
-        margin = entry["deviation"][column] if table["baseline"] else width / 2
-        text += f" ± {margin:.{digits}f}"
+    if entry["deviation"][column]:  # None: a single seed
+        text += f" ± {entry['deviation'][column]:.{digits}f}"
     if entry.get("paper") and entry["paper"][column] is not None:
         paper = entry["paper"][column]
-        text += f" ({paper:.{digits}f}; {value - paper:+.{digits}f})"
+        difference = f"; {value - paper:+.{digits}f}" if table["same_tokens"] else ""
+        text += f" ({paper:.{digits}f}{difference})"
     return text

@@ -120,7 +120,7 @@ def loss_by_position(
         evaluation=EVAL_LENGTH,
         options=options,
         values=values,
-        draw=pictures.positions,
+        draw_first_seed=pictures.positions,
         note=note,
     )
 

@@ -58,7 +58,8 @@ class Experiment:
     needs: tuple[Entry, ...] = ()  # whose runs are trained too
     compute: Callable[[Entry], Values] | None = None
 
-    draw: Callable[[dict], Pictures] = lambda table: {}
+    draw: Callable[[dict], Pictures] = lambda table: {}  # means over seeds
+    draw_first_seed: Callable[[dict], Pictures] = lambda table: {}  # of its measurements
     paper: dict | None = None  # the section of papers.json with values for these entries
     paper_scale: str = "124m"  # where the section names no scales
     note: str = ""

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from scripts import eval_length
 from scripts.attention_maps import MapOptions, draw_run
 from scripts.common.plots import THIN, Curve, draw_curves, heat_map
-from scripts.common.tables import SIDES
+from scripts.common.tables import ranged
 from scripts.physics import plot_forces
 from scripts.recall import chance_label, chances
 from scripts.reproduce.entries import Entry
@@ -17,13 +17,12 @@ from scripts.reproduce.measure import Pictures
 
 SLIDING = "sliding window of at most 1x"
 PAPER = "the paper's"
-DIFFERENCE = "minus the first entry, with the same seed"
 LENGTH = "tokens, in multiples of the training length"
 
 Draw = Callable[[dict], Pictures]
 
 
-# ---- means over seeds, and their range ----
+# ---- means over seeds, and their standard deviation ----
 
 
 def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure:
@@ -33,19 +32,43 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure
     """
     x = table["multiples"]
     chance = level_of_chance(table)
+    difference = difference_title(table)
     curves: dict[str, list[Curve]] = {}
     for title, summaries in panels.items():
         curves[title] = []
         for label, summary in summaries.items():
-            sides = [drawable(summary[side][: len(x)]) for side in SIDES if side in summary]
-            curves[title].append(Curve(label, x, *sides))
-            control = control_losses(summary.get("runs", []))
+            mean = summary["mean"][: len(x)]
+            curves[title].append(with_band(label, x, mean, summary["deviation"][: len(x)]))
+            control = control_losses(table, summary.get("runs", []))
             if control:
                 curves[title].append(Curve(label, x, control, thin=True))
-        if chance is not None and title != DIFFERENCE:
+        if chance is not None and title != difference:
             curves[title].append(chance)
-    sharey = DIFFERENCE not in panels
-    return draw_curves(curves, LENGTH, table["unit"], "x", THIN, sharey=sharey)
+    # nats per token of two tokenizers, and differences, have scales of their own
+    sharey = difference not in panels and (PAPER not in panels or table["same_tokens"])
+    return draw_curves(curves, LENGTH, table["unit"], "x", THIN, band(table), sharey=sharey)
+
+
+def difference_title(table: dict) -> str:
+    return f"minus {table['baseline']}, with the same seed"
+
+
+def band(table: dict) -> str:
+    """What the bands of a table's curves are, for the legend."""
+    seeds = ranged([len(row["runs"]) for row in table["rows"].values()])
+    return f"± standard deviation, n = {seeds}"
+
+
+def with_band(
+    label: str,
+    x: Sequence[float],
+    mean: Sequence[float | None],
+    deviation: Sequence[float | None],
+) -> Curve:
+    """Return a curve of means; single seeds have no band."""
+    if all(value is None for value in deviation):
+        return Curve(label, x, drawable(mean))
+    return Curve(label, x, drawable(mean), drawable(deviation))
 
 
 def drawable(values: Sequence[float | None]) -> list[float]:
@@ -53,13 +76,20 @@ def drawable(values: Sequence[float | None]) -> list[float]:
     return [math.nan if value is None else value for value in values]
 
 
-def control_losses(runs: Sequence[dict]) -> list[float]:
+def lengths_of(table: dict) -> list[int]:
+    """Return the multiples of a table in tokens, of the first entry's training length."""
+    trained = next(iter(first_seeds(table).values()))["trained_length"]
+    return [round(multiple * trained) for multiple in table["multiples"]]
+
+
+def control_losses(table: dict, runs: Sequence[dict]) -> list[float]:
     """Return the losses of the control at each length, means over runs; empty without a control."""
     losses = []
     for run in runs:
         control = run.get("evaluation", {}).get("control", {})
         if "loss" in control:
-            losses.append(control["loss"])
+            loss_at = dict(zip(control["lengths"], control["loss"], strict=True))
+            losses.append([loss_at[length] for length in lengths_of(table)])
     return [statistics.mean(column) for column in zip(*losses, strict=True)]
 
 
@@ -68,10 +98,9 @@ def level_of_chance(table: dict) -> Curve | None:
     measured = next(iter(first_seeds(table).values()))
     if "recall" not in measured:
         return None
-    multiples = table["multiples"]
-    lengths = [round(multiple * measured["trained_length"]) for multiple in multiples]
     label = chance_label(measured["recall"])
-    return Curve(label, multiples, chances(measured, lengths), reference=True)
+    levels = chances(measured, lengths_of(table))
+    return Curve(label, table["multiples"], levels, reference=True)
 
 
 def together(table: dict) -> Figure:
@@ -81,14 +110,14 @@ def together(table: dict) -> Figure:
     differences = {}
     for name, row in rows.items():
         if row["paper"]:
-            paper[name] = {"mean": row["paper"]}
+            paper[name] = {"mean": row["paper"], "deviation": []}
         if "difference" in row:
             differences[name] = row["difference"]
     panels = {f"scale {table['scale']}": rows}
     if paper:
         panels[PAPER] = paper
     if differences:
-        panels[DIFFERENCE] = differences
+        panels[difference_title(table)] = differences
     return over_length(table, panels)
 
 
@@ -197,11 +226,12 @@ def loss_over_p(sweeps: Mapping[str, Mapping[int, Entry]]) -> Draw:
             panels[variant] = []
             for i, column in enumerate(table["columns"]):
                 if table["better"][i] == "lower":
-                    sides = [[row[side][i] for row in rows.values()] for side in SIDES]
-                    panels[variant].append(Curve(column, list(rows), *sides))
+                    mean = [row["mean"][i] for row in rows.values()]
+                    deviation = [row["deviation"][i] for row in rows.values()]
+                    panels[variant].append(with_band(column, list(rows), mean, deviation))
         if not panels:
             return {}
-        return draw_curves(panels, "p", table["unit"], "x")
+        return draw_curves(panels, "p", table["unit"], "x", band=band(table))
 
     return draw
 

@@ -22,18 +22,17 @@ from errors import UserError
 from runtime.files import check_writable
 from scripts.common import runner
 from scripts.common.command_line import Parser
-from scripts.common.papers import TRAINED_LENGTH
+from scripts.common.papers import TOKENIZER, TRAINED_LENGTH
 from scripts.common.planned import check, cost, price, stop_on_signals, train, with_bases
 from scripts.common.plots import save_picture
-from scripts.common.tables import paired, spread, summarise, write
+from scripts.common.tables import paired, ranged, spread, summarise, write
 from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
 from scripts.reproduce.headroom import HEADROOM, LONGER, available, by_seed
 from scripts.reproduce.kinds import GAIN
-from scripts.reproduce.measure import Experiment, Work, at
+from scripts.reproduce.measure import Experiment, Pictures, Work, at
 
 # Facts of an evaluation that the caption mentions, if they are known.
 MENTIONED = ("rope", "rope_theta", "tokens", "trials", "samples", "limit", "lm_eval")
-HOW_TO_READ = "How to read the columns, ± and bold: docs/evaluations.md, A table of the papers."
 
 
 def work_parser(name: str, doc: str, epilog: str) -> Parser:
@@ -89,16 +88,21 @@ def carry_out(
     failures = train(runs)
     failures += work.measure()
     table = build_table(work, failures)
-    pictures = experiment.draw(table)
-    if isinstance(pictures, Figure):
-        pictures = {f"{name}.png": pictures}
-    for file, picture in pictures.items():
-        save_picture(picture, folder / file)
-    write(folder, table, list(pictures))
+    for draw in (experiment.draw, experiment.draw_first_seed):
+        save_pictures(folder, name, draw(table))
+    write(folder, table)
     print("\n" + (folder / "table.md").read_text())
     print(f"written: {folder}/table.md, table.json")
     if failures:
         sys.exit(1)
+
+
+def save_pictures(folder: Path, name: str, pictures: Pictures) -> None:
+    """Save a table's only picture under the table's name, several under their own."""
+    if isinstance(pictures, Figure):
+        pictures = {f"{name}.png": pictures}
+    for file, picture in pictures.items():
+        save_picture(picture, folder / file)
 
 
 # ---- the table ----
@@ -141,6 +145,7 @@ def build_table(work: Work, failures: list[str]) -> dict:
         "better": list(better),
         "digits": experiment.digits,
         "baseline": baseline,
+        "same_tokens": experiment.compute is not None or config.tokenizer == TOKENIZER,
         "rows": rows,
         "not_run": not_run,
         "failures": failures,
@@ -218,7 +223,7 @@ def add_headroom(table: dict, work: Work) -> list[str]:
 
 
 def caption(table: dict, work: Work) -> list[str]:
-    """Describe the measurement, the spread over seeds, and what is missing."""
+    """Describe the training, the measurement, and what is missing."""
     rows = table["rows"].values()
     runs = [run for row in rows for run in row["runs"]]
     seeds = sorted({run["seed"] for run in runs} - {None})
@@ -227,11 +232,6 @@ def caption(table: dict, work: Work) -> list[str]:
         sentences.append(trained(table, work, seeds))
     else:
         sentences.append(f"{table['unit']}.")
-    if any(row["paper"] for row in rows):
-        scale = f" at scale {table['paper_scale']}" if seeds else ""
-        sentences.append(f"In parentheses the paper's value{scale}, and our value minus it.")
-    if seeds:
-        sentences.append(spread_sentence(table, len(seeds)))
     sentences.append(how_measured(runs))
     if len(seeds) > 1 and "curves" in runs[0]["evaluation"]:
         sentences.append(f"The picture is of seed {seeds[0]}.")
@@ -241,7 +241,6 @@ def caption(table: dict, work: Work) -> list[str]:
     if table["not_run"]:
         names = ", ".join(f"`{name}`" for name in table["not_run"])
         sentences.append(f"Not run yet: {names}.")
-    sentences.append(HOW_TO_READ)
     sentences += [f"{failure}." for failure in table["failures"]]
     return sentences
 
@@ -288,15 +287,6 @@ def mean_over(seeds: list[int], rows: Collection[dict]) -> str:
     return f"mean over seeds {names}"
 
 
-def spread_sentence(table: dict, seeds: int) -> str:
-    """Say what ± and bold mean over so many seeds."""
-    if seeds < 2:
-        return "One seed: the spread between seeds is not known, so nothing is ranked."
-    if table["baseline"]:
-        return "± is the standard deviation over seeds, of differences too."
-    return "± is half the range over seeds; a bold value cannot be distinguished from the best."
-
-
 def how_measured(runs: list[dict]) -> str:
     """Name the machine, the options and the versions."""
     evaluations = [run["evaluation"] for run in runs]
@@ -311,6 +301,13 @@ def how_measured(runs: list[dict]) -> str:
         values = distinct(evaluations, key)
         if values:
             facts.append(f"{key} {values}")
+    errors = []
+    for evaluation in evaluations:
+        errors += [error for error in evaluation.get("standard_error", []) if error is not None]
+    if errors:
+        low = min(errors)
+        high = max(errors)
+        facts.append(f"with a standard error over the text of {low:.4f} to {high:.4f}")
     commits = []
     for environment in environments:
         if environment["commit"]:
@@ -332,12 +329,3 @@ def distinct(items: list[dict], key: str) -> str:
         elif value is not None:
             values.append(str(value))
     return ", ".join(dict.fromkeys(values))
-
-
-def ranged(values: Sequence[int]) -> str:
-    """Return the lowest and the highest value: "6 to 12", or "6" where they are the same."""
-    low = min(values)
-    high = max(values)
-    if low == high:
-        return f"{low:,}"
-    return f"{low:,} to {high:,}"

@@ -502,7 +502,7 @@ EXPERIMENTS = {
         evaluation=ATTENTION_MAPS,
         options=lambda config: MapOptions(tokens=0),
         values=mapped,
-        draw=pictures.maps,
+        draw_first_seed=pictures.maps,
     ),
     "table3": Experiment(
         title="LSSAR Table 3, Figs. 1 and A7, Newton's law from orbits",
@@ -520,7 +520,7 @@ EXPERIMENTS = {
         evaluation=PHYSICS,
         options=physics,
         values=newton,
-        draw=pictures.forces,
+        draw_first_seed=pictures.forces,
         remarks=equations,
         note=(
             "docs/physics.md explains the entries and the columns, and has the paper's laws. "
@@ -533,7 +533,7 @@ EXPERIMENTS = {
         entries=config_entries("softmax", "softmax_p3", "softmax_p15", "lssar_p3", "lssar_p15"),
         columns=("median", "highest", "share of steps clipped"),
         read=metrics.gradient_norms,
-        draw=lines("step", "gradient norm before clipping", log="y"),
+        draw_first_seed=lines("step", "gradient norm before clipping", log="y"),
         note="After the warm-up. In the paper softmax explodes at p = 15, and LSSAR does not.",
     ),
     "entropy": Experiment(
@@ -546,7 +546,7 @@ EXPERIMENTS = {
         options=lambda config: MapOptions(text="", lengths=(at(16, config),)),
         values=entropy_by_keys,
         curves=lambda measured: {"": entropies(measured)},
-        draw=lines(
+        draw_first_seed=lines(
             "keys n of a row, up to", "entropy of the weights (nats)", log="x", equal_weights=True
         ),
         note=(
@@ -561,7 +561,9 @@ EXPERIMENTS = {
         entries=config_entries(*LSSAR["gradients"]["rows"]),
         columns=(*LSSAR["gradients"]["columns"], "d ln g / d ln x at log d log n"),
         compute=formulas.gradient_slopes,
-        draw=lines("score x of the winner", "gradient dy / dx over its highest value", log="xy"),
+        draw_first_seed=lines(
+            "score x of the winner", "gradient dy / dx over its highest value", log="xy"
+        ),
         paper=LSSAR["gradients"],
         note=(
             f"Of one score x among {formulas.KEYS:,} keys, the others 0, and head size "
@@ -577,7 +579,9 @@ EXPERIMENTS = {
         entries=config_entries("softmax", "ssmax_fixed", "lssa", "lssar_p3", "lssar_p15"),
         columns=(*(f"n = {n:,}" for n in formulas.LENGTHS), "slope"),
         compute=formulas.random_entropy,
-        draw=lines("keys n of a row", "entropy of the weights (nats)", log="x", equal_weights=True),
+        draw_first_seed=lines(
+            "keys n of a row", "entropy of the weights (nats)", log="x", equal_weights=True
+        ),
         note=(
             f"q and k are normal, of head size {formulas.HEAD_SIZE}; means over "
             f"{formulas.QUERIES} queries. Slope: of entropy over log n; equal weights have 1."
@@ -600,7 +604,9 @@ EXPERIMENTS = {
         options=lambda config: MapOptions(text="", lengths=(), distances=True, rope="none"),
         values=dead_shares,
         curves=lambda measured: {"": positive_curve(measured)},
-        draw=lines("distance from the diagonal + 1, up to", "share of weights above 0", log="x"),
+        draw_first_seed=lines(
+            "distance from the diagonal + 1, up to", "share of weights above 0", log="x"
+        ),
         note=(
             "Means over layers, heads and pairs of query and key. Near: closer than 1/16 of the "
             "training length; far: at least half of it."
@@ -612,7 +618,7 @@ EXPERIMENTS = {
         entries=config_entries("softmax", "ssmax"),
         columns=formulas.SIZE_COLUMNS,
         compute=formulas.attention_fading,
-        draw=lines("size n of the input vector", "largest weight", log="x"),
+        draw_first_seed=lines("size n of the input vector", "largest weight", log="x"),
         note=(
             "The scores are {others}, the last {last}; s = {s}. In the paper SSMax's stays close "
             "to 1.".format(**formulas.FADING)
@@ -624,7 +630,7 @@ EXPERIMENTS = {
         entries=(SSMAX_PROBE,),
         columns=("a_1", "a_2", "R²"),
         read=metrics.learned_p,
-        draw=lines("input vector size n", "p_n", log="x"),
+        draw_first_seed=lines("input vector size n", "p_n", log="x"),
         note="By least squares over n >= 2. In the paper p_n closely follows the logarithm.",
     ),
     "ssmax_figure3": Experiment(
@@ -634,7 +640,7 @@ EXPERIMENTS = {
         columns=formulas.SIZE_COLUMNS,
         digits=2,
         compute=formulas.attention_focus,
-        draw=lines(
+        draw_first_seed=lines(
             "z_max; the other n - 1 scores are spread evenly from 0 to 1", "weight of z_max"
         ),
         paper=formulas.FOCUS_RULE,
@@ -648,7 +654,7 @@ EXPERIMENTS = {
         better="lower",
         read=metrics.learning_curve,
         needs=config_entries("softmax"),
-        draw=lines("step", "training loss (nats per token)"),
+        draw_first_seed=lines("step", "training loss (nats per token)"),
         paper=SSMAX["figure4"],
         paper_scale="ssmax_paper",
         note="Means over the last tenth of the steps; all runs of a seed see the same batches.",

@@ -1,0 +1,52 @@
+"""Write table.md and the pictures of means anew from table.json, without the runs.
+
+python -m scripts.reproduce.rebuild results/tiny/league [FOLDER ...]
+
+Means, standard deviations and differences are computed from each seed's values. Pictures of the
+first seed, such as attention maps, are of measurements that table.json leaves out: they stay.
+"""
+
+import sys
+from pathlib import Path
+
+# for a script that is run as a file: the repository's modules are not beside it
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from errors import UserError, command
+from runtime.files import read_json
+from scripts.common.command_line import Parser
+from scripts.common.tables import summarise, write
+from scripts.reproduce import pictures
+from scripts.reproduce.report import add_differences, save_pictures
+from scripts.reproduce.tables import EXPERIMENTS
+
+
+@command
+def main() -> None:
+    parser = Parser(prog="python -m scripts.reproduce.rebuild", description=__doc__.split("\n")[0])
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a table.json")
+    for folder in parser.parse_args().folders:
+        rebuild(folder)
+        print(f"written: {folder}/table.md, table.json")
+
+
+def rebuild(folder: Path) -> None:
+    """Write the files of a table anew. Raises UserError for a folder without table.json."""
+    file = folder / "table.json"
+    if not file.is_file():
+        raise UserError(f"{folder} has no table.json")
+    table = read_json(file)
+    for row in table["rows"].values():
+        row |= summarise(row["runs"])
+    if table["baseline"]:
+        add_differences(table["rows"], table["baseline"])
+    name = table["name"]
+    if table["baseline"]:
+        save_pictures(folder, name, pictures.together(table))
+    elif name in EXPERIMENTS:
+        save_pictures(folder, name, EXPERIMENTS[name].draw(table))
+    write(folder, table)
+
+
+if __name__ == "__main__":
+    main()
