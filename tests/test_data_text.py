@@ -186,6 +186,18 @@ def test_a_single_file_is_counted_once(tmp_path, capsys):
     assert "documents end at '<|endoftext|>': 20 times" in capsys.readouterr().out
 
 
+def test_mistakes_are_refused_before_files_are_read(tmp_path, monkeypatch, refused):
+    path = tmp_path / "x.txt"
+    path.write_text("some words " * 20)
+    monkeypatch.setattr(text, "inspect", None)
+    for option, says in (
+        ("--workers=0", "--workers 0 must be at least 1"),
+        ("--shard_size=0", "--shard_size 0 must be 1 to"),
+        (f"--out_dir={path}", "no file can be written there"),
+    ):
+        refused(run_text, path, option, says=says)
+
+
 def test_nulls_and_marks(tmp_path, capsys, refused):
     """A stop between documents of a row, and rows that are left out, do not change the shards."""
     mark = "<|endoftext|>"
