@@ -310,7 +310,7 @@ def main(argv: list[str] | None = None) -> None:
     rules.report()
     train, val = split(sources, val)
     if not train or not val:
-        raise UserError(f"{source}: no text for training or none for validation {args.val or ''}")
+        raise UserError(f"{source}: no text is left for training, or there is none for validation")
     print_names("training", train)
     print_names("validation", val)
     if args.out_dir is None:

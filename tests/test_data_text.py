@@ -146,10 +146,10 @@ def test_text_refusals(folder, tmp_path, refused):
 
     says("none: no such file or folder", tmp_path / "none")
     says("e.html: files must end in", folder / "deep" / "e.html")
-    says("empty.txt: no text for training or", folder / "deep" / "empty.txt")
+    says("empty.txt: no text is left for training, or", folder / "deep" / "empty.txt")
     says("--split_at needs a mark", folder, "--split_at", "")
     says("00.txt: no word begins in its last tenth, '\\n', to", folder / "00.txt")
-    says("00.txt: no text for training", folder / "00.txt", "--val", folder / "00.txt")
+    says("00.txt: no text is left for training", folder / "00.txt", "--val", folder / "00.txt")
     says("tokenizer = 'gtp2'; did you mean gpt2?", folder, "--tokenizer", "gtp2")
     for name, content, message in (
         ("bad.txt", "ab\xff", "bad.txt: byte 2 is not UTF-8: invalid start byte"),
