@@ -5,6 +5,7 @@ checked by layers.heads.
 """
 
 import ast
+import hashlib
 import json
 import math
 import operator
@@ -479,7 +480,15 @@ def default_out_dir(files: Sequence[Path], settings: dict[str, Any], config: Con
     if not files:
         keys = [key for key in keys if key not in ("attention", "p")]  # they name the variant
     stems = [file.stem for file in files] or [config.variant_name]
-    return f"out/{named(stems, settings, keys)}"
+    return f"out/{shortened(named(stems, settings, keys), longest=100)}"
+
+
+def shortened(name: str, longest: int = 55) -> str:
+    """A name that fits file systems: a longer one ends in a hash of all of it."""
+    if len(name) <= longest:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: longest - 9]}_{digest}"
 
 
 def shown(value: Any) -> str:

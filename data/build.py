@@ -28,7 +28,7 @@ from data.documents import Document
 from data.tokenizer import copy_tokenizer, get_tokenizer, split_text
 from data.vocabulary import BUILT_IN, identify
 from errors import UserError
-from runtime.files import lock_folder, sha256_of
+from runtime.files import check_writable, lock_folder, sha256_of
 
 COLUMN = "text"
 SHARD_SIZE = 100_000_000
@@ -46,8 +46,14 @@ TASKS_PER_WORKER = 16
 Read = Callable[[Any], Iterator[tuple[Any, list[Document]]]]
 
 
-def add_options(parser: argparse.ArgumentParser, tokenizer: str) -> None:
-    """Add the options that data.text and data.fineweb share; `tokenizer` is the default one."""
+def parse_options(
+    parser: argparse.ArgumentParser, argv: list[str] | None, tokenizer: str
+) -> argparse.Namespace:
+    """Parse the command line, with the options that data.text and data.fineweb share.
+
+    `tokenizer` is the default one. Raises UserError, before any file is read, if a shared option is
+    out of range.
+    """
     names = f"{', '.join(BUILT_IN)} or a tokenizer.json; default: {tokenizer}"
     parser.add_argument("--tokenizer", default=tokenizer, help=names)
     parser.add_argument("--out_dir", type=Path, help="the folder to make; default: in data/")
@@ -56,6 +62,15 @@ def add_options(parser: argparse.ArgumentParser, tokenizer: str) -> None:
     parser.add_argument("--skip_nulls", action="store_true", help="leave out rows without a text")
     mark = "begin a document after each MARK, such as '<|endoftext|>'"
     parser.add_argument("--split_at", metavar="MARK", help=mark)
+    options = parser.parse_args(argv)
+    if not 0 < options.shard_size < 2**31:
+        raise UserError(f"--shard_size {options.shard_size} must be 1 to 2**31 - 1")
+    if options.workers < 1:
+        raise UserError(f"--workers {options.workers} must be at least 1")
+    if options.out_dir is not None:
+        check_writable(options.out_dir)
+    get_tokenizer(options.tokenizer)
+    return options
 
 
 def build(
@@ -70,20 +85,16 @@ def build(
     """Make the folder `out_dir` of shards `<prefix>_<split>_<number>.bin` and its meta.json.
 
     The streams are written in order, each in shards of its own: the first of two streams is for
-    validation, and of a single stream the first shard. `options` are the options of `add_options`,
+    validation, and of a single stream the first shard. `options` are those of `parse_options`,
     and `repeat` and `within`, the share and length of `with_repeats` for the streams after the
     first. Called again, it resumes after the last whole shard, or says that all is done. In
     meta.json `source` says where the documents come from; `documents` is JSON that changes when the
     documents do. `content`, if given, does too, and is compared where the folder records it.
 
-    Raises UserError if an option is out of range; if the folder holds shards of other documents or
-    settings, or of unknown origin; if another process is making them; or if the documents have too
-    few tokens for both splits.
+    Raises UserError if the folder holds shards of other documents or settings, or of unknown
+    origin; if another process is making them; or if the documents have too few tokens for both
+    splits.
     """
-    if not 0 < options.shard_size < 2**31:
-        raise UserError(f"--shard_size {options.shard_size} must be 1 to 2**31 - 1")
-    if options.workers < 1:
-        raise UserError(f"--workers {options.workers} must be at least 1")
     wanted: shards.Meta = {
         "tokenizer": identify(options.tokenizer),
         "shard_size": options.shard_size,

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from data.build import BATCH, COLUMN, Read, add_options, build
+from data.build import BATCH, COLUMN, Read, build, parse_options
 from data.documents import Document, Rules
-from data.tokenizer import get_tokenizer
 from errors import UserError, command
 
 # Datasets with a short name, and their configuration without --name.
@@ -137,13 +136,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--column", default=COLUMN, help="the column of documents; default: text")
     parser.add_argument("--parquet", nargs="+", metavar="PATH", help="files or folders on disk")
     parser.set_defaults(repeat=0)
-    add_options(parser, tokenizer="gpt2")
-    args = parser.parse_args(argv)
+    args = parse_options(parser, argv, tokenizer="gpt2")
 
     repo = DATASETS.get(args.dataset, args.dataset)
     if not args.name and repo in DATASETS.values():
         args.name = SAMPLE
-    get_tokenizer(args.tokenizer)  # raises now, and not after the files are found
     folder = default_folder(repo, args.name)
     if args.tokenizer != "gpt2":
         folder += f"_{Path(args.tokenizer).stem}"

@@ -29,9 +29,9 @@ import pyarrow
 import pyarrow.parquet
 from tqdm import tqdm
 
-from data.build import BATCH, COLUMN, Read, add_options, build
+from data.build import BATCH, COLUMN, Read, build, parse_options
 from data.documents import Document, Rules
-from data.tokenizer import get_tokenizer, split_text
+from data.tokenizer import split_text
 from errors import UserError, command
 from runtime.files import sha256_of
 
@@ -288,8 +288,7 @@ def main(argv: list[str] | None = None) -> None:
     share = "the share of the training text's passages of T tokens that an excerpt follows"
     parser.add_argument("--repeat", type=float, default=0, metavar="SHARE", help=share)
     parser.add_argument("--within", type=int, default=0, metavar="T", help="the training length")
-    add_options(parser, tokenizer="bytes")
-    args = parser.parse_args(argv)
+    args = parse_options(parser, argv, tokenizer="bytes")
 
     repeats = 0 < args.repeat <= 1 and args.within >= 16
     neither = args.repeat == 0 and args.within == 0
@@ -297,7 +296,6 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(
             f"--repeat {args.repeat} must be 0 to 1, --within {args.within} at least 16; or neither"
         )
-    get_tokenizer(args.tokenizer)  # raises now, and not after all files have been read
     if args.paths:
         source = " ".join(args.paths)
         files = list_files(args.paths)
@@ -312,7 +310,7 @@ def main(argv: list[str] | None = None) -> None:
     rules.report()
     train, val = split(sources, val)
     if not train or not val:
-        raise UserError(f"{source}: no text for training or none for validation {args.val or ''}")
+        raise UserError(f"{source}: no text is left for training, or there is none for validation")
     print_names("training", train)
     print_names("validation", val)
     if args.out_dir is None:

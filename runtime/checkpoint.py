@@ -20,6 +20,7 @@ show whether a disk has damaged it since.
 import io
 import math
 import os
+import shlex
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -419,11 +420,11 @@ def check_rate(run: Path, config: Config, state: State) -> None:
     cosine = constant | {"schedule": "cosine", "warmup_iters": state.step}
     commands = []
     for settings in (constant, cosine):
-        words = [f"python train.py --resume {run} --max_iters={config.max_iters}"]
+        words = ["python", "train.py", "--resume", str(run), f"--max_iters={config.max_iters}"]
         for key, value in settings.items():
             if value != before[key]:
                 words.append(f"--{key}={shown(value)}")
-        commands.append(" ".join(words))
+        commands.append(shlex.join(words))
     raise UserError(
         f"{run} followed a {schedule.schedule} schedule of {schedule.max_iters} steps up to step "
         f"{state.step}: of {config.max_iters} steps it would have had other learning rates so far. "

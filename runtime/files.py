@@ -78,7 +78,7 @@ def delete_abandoned(temporary: Path) -> None:
 def is_writable(folder: str | Path) -> bool:
     """Whether files can be written to a folder or, where there is none yet, it can be made."""
     nearest = Path(folder).absolute()
-    while not nearest.exists():
+    while not os.path.exists(nearest):  # Path.exists raises for a name that is too long
         nearest = nearest.parent
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
@@ -136,7 +136,7 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     if they were created here. Raises UserError if the folder cannot be written to, or if another
     process holds its lock; the message says that it "is `doing`".
     """
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     lock = FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)

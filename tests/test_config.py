@@ -180,6 +180,17 @@ def test_out_dir(arguments, out_dir):
     assert load_config(arguments).out_dir == out_dir
 
 
+def test_a_folder_of_many_settings_has_a_name_that_file_systems_take():
+    """Every setting still counts."""
+    settings = [f"--{key}=0.5" for key in ("learning_rate", "weight_decay", "beta1", "beta2")]
+    settings += [f"--{key}=96" for key in ("n_embd", "n_layer", "block_size", "window")]
+    folder = load_config([*settings, "--total_batch_size=96"]).out_dir
+    assert len(folder) == len("out/") + 100
+    assert folder.startswith("out/softmax,block_size=96,window=96,")
+    assert folder == load_config(["--total_batch_size=96", *settings]).out_dir
+    assert folder != load_config([*settings, "--total_batch_size=192"]).out_dir
+
+
 def test_a_run_is_called_by_its_config_file(tmp_path):
     mine = write(tmp_path / "mine.py", "rope_theta = 5e5\n")
     assert load_config([mine, at("scales/tiny.py")]).label == "mine"

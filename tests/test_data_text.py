@@ -146,10 +146,10 @@ def test_text_refusals(folder, tmp_path, refused):
 
     says("none: no such file or folder", tmp_path / "none")
     says("e.html: files must end in", folder / "deep" / "e.html")
-    says("empty.txt: no text for training or", folder / "deep" / "empty.txt")
+    says("empty.txt: no text is left for training, or", folder / "deep" / "empty.txt")
     says("--split_at needs a mark", folder, "--split_at", "")
     says("00.txt: no word begins in its last tenth, '\\n', to", folder / "00.txt")
-    says("00.txt: no text for training", folder / "00.txt", "--val", folder / "00.txt")
+    says("00.txt: no text is left for training", folder / "00.txt", "--val", folder / "00.txt")
     says("tokenizer = 'gtp2'; did you mean gpt2?", folder, "--tokenizer", "gtp2")
     for name, content, message in (
         ("bad.txt", "ab\xff", "bad.txt: byte 2 is not UTF-8: invalid start byte"),
@@ -184,6 +184,18 @@ def test_a_single_file_is_counted_once(tmp_path, capsys):
     assert "the text has <|endoftext|> 20 times" in capsys.readouterr().out
     run_text(path, "--out_dir", tmp_path / "split", "--split_at", "<|endoftext|>")
     assert "documents end at '<|endoftext|>': 20 times" in capsys.readouterr().out
+
+
+def test_mistakes_are_refused_before_files_are_read(tmp_path, monkeypatch, refused):
+    path = tmp_path / "x.txt"
+    path.write_text("some words " * 20)
+    monkeypatch.setattr(text, "inspect", None)
+    for option, says in (
+        ("--workers=0", "--workers 0 must be at least 1"),
+        ("--shard_size=0", "--shard_size 0 must be 1 to"),
+        (f"--out_dir={path}", "no file can be written there"),
+    ):
+        refused(run_text, path, option, says=says)
 
 
 def test_nulls_and_marks(tmp_path, capsys, refused):

@@ -42,6 +42,11 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
         files.write_json(tmp_path / "no" / "folder.json", 1)
     with pytest.raises(UserError, match="no file can be written there"):
         files.check_writable(path / "below a file")
+    too_long = tmp_path / ("x" * 300)
+    assert files.is_writable(too_long / "run")
+    says = "no file can be written there: File name too long"
+    with pytest.raises(UserError, match=says), files.lock_folder(too_long, "testing"):
+        pass
 
 
 def test_nothing_is_written_through_a_link(tmp_path, monkeypatch):

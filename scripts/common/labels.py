@@ -1,16 +1,14 @@
 """What runs are called in tables and pictures, and where pictures of them go."""
 
-import hashlib
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from config import LEARNED, shown
+from config import LEARNED, shortened, shown
 from runtime import run_folder
 
-# The longest label of a run, and the longest file name of a picture, in characters.
+# The longest label of a run, in characters.
 LONGEST_LABEL = 40
-LONGEST_NAME = 59
 
 
 def run_names(paths: Sequence[str | Path]) -> list[str]:
@@ -71,11 +69,3 @@ def picture_path(paths: Sequence[str | Path], name: str) -> Path:
         if inside.parts:
             words.append("-".join(inside.parts).removesuffix(".pt"))
     return folder / f"{shortened('_'.join(words))}.png"
-
-
-def shortened(name: str) -> str:
-    """A file name that fits with its suffix: of a longer one its beginning, and a hash."""
-    if len(name) <= LONGEST_NAME - len(".png"):
-        return name
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return f"{name[: LONGEST_NAME - len('_.png') - len(digest)]}_{digest}"
