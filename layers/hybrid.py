@@ -40,10 +40,11 @@ class HybridAttention(SelfAttention):
         x: Tensor,
         rotation: Rotation | None,
         cache: KVCache | RaggedCache | None,
+        document_positions: Tensor | None = None,
     ) -> Tensor:
         if self.nope_heads == self.n_head:
             rotation = None
-        return super().forward(x, rotation, cache)
+        return super().forward(x, rotation, cache, document_positions)
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         if self.nope_heads == 0:

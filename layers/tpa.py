@@ -74,10 +74,11 @@ class TensorProductAttention(SelfAttention):
         x: Tensor,
         rotation: Rotation | None,
         cache: KVCache | RaggedCache | None,
+        document_positions: Tensor | None = None,
     ) -> Tensor:
         if not self.has_rope:
             rotation = None
-        return super().forward(x, rotation, cache)
+        return super().forward(x, rotation, cache, document_positions)
 
     def project(  # type: ignore[override]
         self, x: Tensor, rotation: Rotation | None

@@ -158,6 +158,8 @@ def parse_model(path: str, impl: str, settings: list[str]) -> Config:
     config = load_config([*files, "--batch_size=4", *settings, *impl_settings])
     if path == PLAIN and config.optimizer != "adamw":
         raise UserError(f"plain is trained with adamw, not with {config.optimizer}")
+    if config.document_mask:
+        raise UserError("benchmark takes no --document_mask: its tokens are random, not documents")
     if config.dry_run:
         raise UserError("benchmark takes no --dry_run: it writes no run")
     if TASKS[config.task].tokens_per_position > 1:
