@@ -6,7 +6,10 @@ from torch import Tensor
 from layers.cache import KVCache, RaggedCache
 
 
-def positions_in_documents(is_start: Tensor, cache: KVCache | RaggedCache | None = None) -> Tensor:
+def positions_in_documents(
+    is_start: Tensor,
+    cache: KVCache | RaggedCache | None = None,
+) -> Tensor:
     """Return the position of each token in its document, int32 [B, L], from 0 where it `is_start`.
 
     A sequence begins within a document: the last one of the cache, whose length is updated, or one

@@ -84,7 +84,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         return x_gradient.to(ctx.dtype) * factor, weight_gradient, None, None, None
 
 
-def token_losses(x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int) -> Tensor:
+def token_losses(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    n_vocab: int,
+) -> Tensor:
     """Return the float32 losses of all targets, in their shape; arguments as LinearCrossEntropy."""
     losses = []
     for chunk in chunks(x, weight, targets):

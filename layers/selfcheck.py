@@ -95,7 +95,12 @@ def check(layer: Attention, config: Config, q: Tensor) -> tuple[float, str]:
     return max(errors.values()), ""
 
 
-def relative_errors(layer: Attention, groups: int, forget: bool, q: Tensor) -> dict[str, float]:
+def relative_errors(
+    layer: Attention,
+    groups: int,
+    forget: bool,
+    q: Tensor,
+) -> dict[str, float]:
     """Relative errors of the kernels for two lengths, ODD and EVEN.
 
     With a window, also for the last ODD queries after so many keys that it hides some.
@@ -122,7 +127,9 @@ def relative_errors(layer: Attention, groups: int, forget: bool, q: Tensor) -> d
 
 
 def evaluate(
-    layer: Attention, tensors: list[Tensor], log_forget: Tensor | None
+    layer: Attention,
+    tensors: list[Tensor],
+    log_forget: Tensor | None,
 ) -> dict[str, Tensor]:
     """The output for q, k, v, its gradients by all that is learnt, and the last query's output.
 

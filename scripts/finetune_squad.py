@@ -133,11 +133,16 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     # ---- optimizer ----
     state = None
     if options.resume:
-        state = checkpoint.load_to_resume(out, config, quiet=False)
+        planned = run_folder.read_config(out).max_iters
+        state = checkpoint.load_to_resume(out, config.replace(max_iters=planned), quiet=False)
         data_before = read_json(out / "squad.json")
         if data_before != data:
             raise UserError(
                 f"{out} was fine-tuned on {data_before}, not {data}: give another --out_dir"
+            )
+        if planned != config.max_iters:
+            raise UserError(
+                f"{out} is a run of {planned} steps, not {config.max_iters}: repeat its --epochs"
             )
     optimizers = build_optimizers(model, config)
     training = Training(model, dtype, optimizers, build_scaler(device, dtype))
