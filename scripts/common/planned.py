@@ -13,10 +13,8 @@ import torch
 
 from config import LEARNED, MAY_CHANGE, ROOT, Config, micro_batch_size
 from errors import EXIT_MISTAKE, UserError
-from layers.build import build_model
 from layers.heads import check_attention
 from runtime import checkpoint, run_folder
-from runtime.device import PEAK_FLOPS
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
 
@@ -163,17 +161,6 @@ def cost(runs: Sequence[PlannedRun]) -> str:
         return f"to train: nothing, all {len(runs)} runs are done"
     tokens = sum(run.tokens_left for run in left)
     return f"to train: {len(left)} runs, {tokens:,} tokens"
-
-
-def price(runs: Sequence[PlannedRun]) -> str:
-    """Say how many FLOP are left, and how long they take on a GPU."""
-    flop = 0.0
-    for run in with_bases(runs):
-        with torch.device("meta"):
-            model = build_model(run.config)
-        flop += model.flops_per_token() * run.tokens_left
-    hours = flop / (0.4 * PEAK_FLOPS["A100"]) / 3600
-    return f"training takes {flop:.1e} FLOP: {hours:.4g} hours of an A100, assuming 40% of its peak"
 
 
 # ---- training ----

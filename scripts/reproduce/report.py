@@ -10,7 +10,7 @@ A table has the keys of scripts.common.tables, and
 
 import argparse
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ from runtime.files import check_writable
 from scripts.common import runner
 from scripts.common.command_line import Parser
 from scripts.common.papers import TOKENIZER, TRAINED_LENGTH
-from scripts.common.planned import check, cost, price, stop_on_signals, train, with_bases
+from scripts.common.planned import check, cost, stop_on_signals, train, with_bases
 from scripts.common.plots import save_picture
 from scripts.common.tables import paired, ranged, spread, summarise, write
 from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
 from scripts.reproduce.headroom import HEADROOM, LONGER, available, by_seed
 from scripts.reproduce.kinds import GAIN
 from scripts.reproduce.measure import Experiment, Pictures, Work, at
+from scripts.reproduce.plan import print_entries, print_price
 
 # Facts of an evaluation that the caption mentions, if they are known.
 MENTIONED = ("rope", "rope_theta", "tokens", "trials", "samples", "limit", "lm_eval")
@@ -75,10 +76,14 @@ def carry_out(
     check_writable(folder)
     check_writable(scale.out)
     print(f"{experiment.title}, scale {scale.name}, {len(chosen)} entries")
+    if options.plan:
+        columns = column_names(experiment, scale.config)
+        paper, _ = paper_values(experiment, scale)
+        print_entries([entry.name for entry in chosen], columns, paper)
     if runs:
         print(cost(runs))
     if options.plan:
-        print(price(runs))
+        print_price(runs, scale.out)
         return
     if runs:
         print(f"to evaluate: {work.unmeasured()} runs", flush=True)
@@ -116,8 +121,8 @@ def build_table(work: Work, failures: list[str]) -> dict:
     experiment = work.experiment
     config = work.scale.config
     multiples = experiment.multiples_at(config)
-    columns: list[float | str] = [*multiples, *experiment.columns]
-    paper, paper_scale = paper_values(experiment, work.scale.name, columns)
+    columns = column_names(experiment, config)
+    paper, paper_scale = paper_values(experiment, work.scale)
     rows = {}
     not_run = []
     for entry in experiment.entries:
@@ -140,7 +145,7 @@ def build_table(work: Work, failures: list[str]) -> dict:
         "scale": work.scale.name,
         "paper_scale": paper_scale,
         "unit": experiment.unit,
-        "columns": [*(f"{m:g}x, {at(m, config):,}" for m in multiples), *experiment.columns],
+        "columns": columns,
         "multiples": list(multiples) or None,
         "better": list(better),
         "digits": experiment.digits,
@@ -156,6 +161,12 @@ def build_table(work: Work, failures: list[str]) -> dict:
     return table | {"caption": sentences}
 
 
+def column_names(experiment: Experiment, config: Config) -> list[str]:
+    """Name the columns at the scale with this config: first lengths, such as "2x, 256"."""
+    multiples = experiment.multiples_at(config)
+    return [*(f"{m:g}x, {at(m, config):,}" for m in multiples), *experiment.columns]
+
+
 def add_differences(rows: dict[str, dict], baseline: str) -> None:
     """Add to each row its differences from the baseline's, where they share a seed."""
     for name, row in rows.items():
@@ -166,10 +177,8 @@ def add_differences(rows: dict[str, dict], baseline: str) -> None:
             row["difference"] = difference
 
 
-def paper_values(
-    experiment: Experiment, scale: str, columns: Sequence[float | str]
-) -> tuple[dict[str, list], str]:
-    """Return the paper's values of these columns for each entry, and the scale they are for.
+def paper_values(experiment: Experiment, scale: Scale) -> tuple[dict[str, list], str]:
+    """Return the paper's values of the columns for each entry, and the scale that they are for.
 
     A value is None where the paper has none; entries without any value are left out.
     """
@@ -177,16 +186,16 @@ def paper_values(
     if section is None:
         return {}, experiment.paper_scale
     scales = section.get("scales") or {experiment.paper_scale: section["rows"]}
-    if scale not in scales:
-        scale = experiment.paper_scale
+    name = scale.name if scale.name in scales else experiment.paper_scale
     keys = section.get("columns") or [length / TRAINED_LENGTH for length in section["lengths"]]
     paper = {}
-    for name, row in scales[scale].items():
+    columns = (*experiment.multiples_at(scale.config), *experiment.columns)
+    for entry, row in scales[name].items():
         value_of = dict(zip(keys, row, strict=True))
         values = [value_of.get(column) for column in columns]
         if any(value is not None for value in values):
-            paper[name] = values
-    return paper, scale
+            paper[entry] = values
+    return paper, name
 
 
 def add_headroom(table: dict, work: Work) -> list[str]:

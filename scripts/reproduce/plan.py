@@ -1,0 +1,95 @@
+"""What --plan prints: the entries, the paper's values, missing data, disk and hours."""
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from config import Config, micro_batch_size
+from data.tasks import TASKS
+from layers.build import build_model
+from runtime.device import PEAK_FLOPS, open_device
+from scripts.benchmark import build_step
+from scripts.common.planned import PlannedRun, processes_of, with_bases
+from scripts.common.tables import print_table
+
+# The most tokens of the measured step on a CPU: two seconds at 124M parameters on two idle cores.
+CPU_TOKENS = 512
+MEASURED_SECONDS = 3  # of which the fastest step counts
+# A float32 weight, and with AdamW's two moments; Muon has a moment less.
+BEST_BYTES = 4
+CHECKPOINT_BYTES = 12
+
+
+def print_entries(names: Sequence[str], columns: Sequence[str], paper: dict[str, list]) -> None:
+    """Print the entries with the paper's values, in the columns where it has any."""
+    rows: list[list[str]] = [["entry"], *([name] for name in names)]
+    for i, column in enumerate(columns):
+        values = [paper[name][i] if name in paper else None for name in names]
+        if any(value is not None for value in values):
+            rows[0].append(f"the paper's {column}")
+            for row, value in zip(rows[1:], values, strict=True):
+                row.append("–" if value is None else f"{value:g}")
+    print_table(rows)
+
+
+def print_price(runs: Sequence[PlannedRun], out: Path) -> None:
+    """Print which data are missing, and the disk and the hours of the runs that are left."""
+    left = [run for run in with_bases(runs) if not run.finished]
+    folders = [run.config.data_dir for run in left if TASKS[run.config.task].reads_shards]
+    for folder in dict.fromkeys(folders):
+        if not Path(folder).exists():
+            print(f"data missing: {folder}; data.fineweb or data.text makes such a folder")
+    disk = 0.0
+    flop = 0.0
+    for run in left:
+        with torch.device("meta"):
+            model = build_model(run.config)
+        parameters = model.count_parameters()
+        checkpoints = run.config.keep_last
+        if run.config.keep_every:
+            checkpoints += run.config.max_iters // run.config.keep_every
+        disk += parameters * (checkpoints * CHECKPOINT_BYTES + BEST_BYTES)
+        flop += model.flops_per_token() * run.tokens_left
+    if not left:
+        return
+    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    print(f"disk: at most {disk / 1e9:,.3g} GB of checkpoints; {free / 1e9:,.3g} GB are free")
+    sentence = f"training takes {flop:.1e} FLOP: "
+    if TASKS[left[0].config.task].tokens_per_position == 1:
+        hours = flop / measured_flops(left[0].config) / 3600
+        sentence += f"{rounded(hours)} hours of this machine, by a step of {left[0].name}; "
+    a100_hours = flop / (0.4 * PEAK_FLOPS["A100"]) / 3600
+    print(f"{sentence}{rounded(a100_hours)} hours of an A100, assuming 40% of its peak")
+
+
+def rounded(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+
+
+def measured_flops(config: Config) -> float:
+    """Measure the FLOP per second of a training step on all devices that would train."""
+    device = open_device(config.device)
+    processes = processes_of(config)
+    sequences = micro_batch_size(config, processes)
+    length = config.block_size
+    if device.type == "cpu":
+        length = min(length, CPU_TOKENS)
+        sequences = min(sequences, max(1, CPU_TOKENS // length))
+    config = config.replace(block_size=length, batch_size=sequences)
+    print("measuring a training step", flush=True)
+    step = build_step(config, "train", device, plain=False, say=lambda line: None)
+    step()  # allocates, and on a GPU compiles
+    timings: list[float] = []
+    while not timings or sum(timings) < MEASURED_SECONDS:
+        started = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        timings.append(time.perf_counter() - started)
+    with torch.device("meta"):
+        flops_per_token = build_model(config).flops_per_token()
+    return processes * sequences * length * flops_per_token / min(timings)
