@@ -11,7 +11,8 @@ q and k are at unit length if the variant says `l2_normalise`. norm_i is the row
 function of n_i. Where a weight depends on the whole row, `row_weights` replaces phi and norm.
 
 o_i is 0 for n_i <= 3 and 1 beyond (LSSAR, Algorithm 1). n_i is i or, with a window of W keys,
-min(i, W). The papers have no windows; here every n in their formulas is n_i. L is the training
+min(i, W). With `document_mask` i counts from the first token of the row's document, the first key
+that the row sees. The papers have neither; here every n in their formulas is n_i. L is the training
 length, with a window and at any length.
 
 A layer's settings combine with any variant, but for a sink, which needs l1 and phi(0) > 0. They
@@ -117,7 +118,7 @@ class Rows:
     the weights are computed.
     """
 
-    n: Tensor  # [Lq, 1] keys that each row sees
+    n: Tensor  # [Lq, 1] keys that each row sees; [B, 1, Lq, 1] with document_positions
     last: Tensor  # [Lq, 1] the last of them, counted from the first key of the call
     keys: Tensor  # [Lk] the position of each key, counted as `last` is
     head: Tensor  # [H, 1, 1] counted from 0
@@ -126,6 +127,7 @@ class Rows:
     L: int  # the training length
     gamma: float
     p: float | None
+    document_positions: Tensor | None = None  # [B, 1, Lq, 1] of each row within its document
     score_scale: float | Tensor = 1.0  # on every score: the square of YaRN's attention factor
     softcap: float | None = None
     slopes: Tensor | None = None  # [H, 1, 1] of ALiBi
@@ -144,11 +146,13 @@ class Rows:
     w: Tensor = field(init=False)  # [B, H, Lq, 1]
 
     def sees(self, key_count: int) -> Tensor:
-        """Return [Lq, key_count], True where a row sees a key."""
+        """Return [Lq, key_count], or [B, 1, ..] with documents, True where a row sees a key."""
         key = torch.arange(key_count, device=self.last.device)
         visible = key <= self.last
         if self.window is not None:
             visible = visible & (key > self.last - self.window)
+        if self.document_positions is not None:
+            visible = visible & (key >= self.last - self.document_positions)
         return visible
 
 
@@ -554,13 +558,13 @@ def mask_hidden(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
     if variant.reweight is not relu_power or value > -math.inf:
         # the gradient of phi or of `reweight` at hidden keys may be infinite or NaN
         return torch.where(hidden, value, z)
-    # phi is flat at -inf (attention_paths.check), so autograd need not know. Without a window every
-    # row sees the first Lk - Lq keys, so that only later columns are masked.
+    # phi is flat at -inf (attention_paths.check), so autograd need not know. Without a window or
+    # documents every row sees the first Lk - Lq keys, so that only later columns are masked.
     first = 0
-    if rows.window is None and Lq > 1:
+    if rows.window is None and rows.document_positions is None and Lq > 1:
         first = Lk - Lq
     with torch.no_grad():
-        z[..., first:].masked_fill_(hidden[:, first:], value)
+        z[..., first:].masked_fill_(hidden[..., first:], value)
     return z
 
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data.vocabulary import BUILT_IN, RECALL_IDS, TOKENIZER, count_ids, identify
+from data.vocabulary import BUILT_IN, RECALL_IDS, TOKENIZER, count_ids, end_of_text, identify
 from errors import UserError, check_choice, did_you_mean, nearest
 from runtime.hf_config import pretrained_settings
 
@@ -177,6 +177,12 @@ class Config:
         "data/fineweb10B", "Folder of shards, made by data.fineweb or data.text."
     )
     tokenizer: str = setting("gpt2", "'gpt2', 'bytes' or the path of a tokenizer.json.")
+    document_mask: bool = setting(
+        False,
+        "Attention stays within documents, which begin with end-of-text, and n counts the keys "
+        "of a row's document.",
+        needs=LANGUAGE,
+    )
     val_tokens: int = setting(
         10485760, "Tokens to validate on, from the first of the split on (llm.c).", at_least=1
     )
@@ -315,6 +321,11 @@ class Config:
         if self.vocab_size is not None:
             return self.vocab_size
         return count_ids(self.tokenizer)
+
+    @cached_property
+    def end_of_text(self) -> int:
+        """The id of the token that documents begin with."""
+        return end_of_text(self.tokenizer)[1]
 
     @property
     def tasks(self) -> list[str]:
@@ -754,6 +765,11 @@ def check_training(config: Config) -> None:
         raise UserError("task = 'orbits' has no head to tie: add tie_embeddings = False")
     if config.n_vocab > 65536:  # n_vocab raises for a tokenizer that does not exist
         raise UserError(f"{config.n_vocab} token ids are more than the 65536 of a uint16")
+    if config.document_mask and config.end_of_text >= config.text_ids:
+        raise UserError(
+            f"document_mask needs end-of-text, id {config.end_of_text} of tokenizer = "
+            f"{config.tokenizer!r}, but vocab_size = {config.vocab_size} leaves it out"
+        )
     if config.min_lr > config.learning_rate:
         raise UserError(f"min_lr = {config.min_lr} is above learning_rate = {config.learning_rate}")
     ramps = config.warmup_iters + config.cooldown_iters

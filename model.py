@@ -13,6 +13,7 @@ from attention_paths.reference import Context, share_p_n
 from config import Config
 from errors import UserError
 from layers.cache import KVCache, RaggedCache
+from layers.documents import positions_in_documents
 from layers.heads import build_attention
 from layers.losses import LinearCrossEntropy, softmax_gradient, token_losses
 from layers.rope import Rope, RopeTable, Rotation, rotate, stack_rotations
@@ -95,11 +96,12 @@ class SelfAttention(nn.Module):
         x: Tensor,
         rotation: Rotation | None,
         cache: KVCache | RaggedCache | None,
+        document_positions: Tensor | None = None,
     ) -> Tensor:
         if not self.has_positions:
             rotation = None
         q, k, v = self.project(x, rotation)  # [B, H, L, d], [B, Hk, L, d] twice
-        context = self.context(x, rotation)
+        context = replace(self.context(x, rotation), document_positions=document_positions)
         if isinstance(cache, RaggedCache):
             y = self.attend_each(q, k, v, context, cache.rows)
         else:
@@ -225,8 +227,9 @@ class Block(nn.Module):
         x: Tensor,
         rotation: Rotation | None,
         cache: KVCache | RaggedCache | None,
+        document_positions: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.attn(self.ln_1(x), rotation, cache)
+        x = x + self.attn(self.ln_1(x), rotation, cache, document_positions)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -257,7 +260,12 @@ class Trunk(nn.Module):
             )
             self.rope = RopeTable(rope, config.block_size)
 
-    def forward(self, x: Tensor, cache: KVCache | RaggedCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cache: KVCache | RaggedCache | None = None,
+        document_positions: Tensor | None = None,
+    ) -> Tensor:
         rows = cache.rows if isinstance(cache, RaggedCache) else [cache]
         rotations = []
         positions = []
@@ -271,11 +279,13 @@ class Trunk(nn.Module):
                 rotations.append(self.rope(start, end, length))
             if self.wpe is not None:
                 positions.append(self.wpe.weight[start:end])
-        if positions:
+        if document_positions is not None and self.wpe is not None:
+            x = x + self.wpe(document_positions)
+        elif positions:
             x = x + torch.stack(positions)  # [1 or B, L, n_embd]
         rotation = stack_rotations(rotations) if rotations else None
         for block in self.blocks:
-            x = block(x, rotation, cache)
+            x = block(x, rotation, cache, document_positions)
         for row in rows:
             if row is not None:
                 row.length += x.shape[1]
@@ -303,6 +313,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.n_vocab = config.n_vocab
+        # the token that a document begins with; None: attention joins the documents of a sequence
+        self.document_start = config.end_of_text if config.document_mask else None
         padded = 128 * math.ceil(self.n_vocab / 128)  # for speed; padding is never predicted
         trunk = Trunk(config, layer_class)  # first, so that a seed keeps its weights
         self.wte = self.build_embedding(padded)
@@ -377,7 +389,10 @@ class GPT(nn.Module):
 
     def hidden(self, idx: Tensor, cache: KVCache | RaggedCache | None = None) -> Tensor:
         """Return the hidden states [B, L, n_embd] of idx [B, L], which follow the cache."""
-        return self.trunk(self.wte(idx), cache)
+        document_positions = None
+        if self.document_start is not None:
+            document_positions = positions_in_documents(idx == self.document_start, cache)
+        return self.trunk(self.wte(idx), cache, document_positions)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits [.., n_vocab] of hidden states [.., n_embd]."""

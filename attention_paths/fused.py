@@ -30,10 +30,12 @@ def variant_obstacle(variant: Variant, head_size: int) -> str | None:
     return None
 
 
-def obstacle(layer: ReferenceAttention, q: Tensor) -> str | None:
+def obstacle(layer: ReferenceAttention, q: Tensor, context: Context) -> str | None:
     """Why the kernels cannot take these queries; None if they can."""
     if reason := variant_obstacle(layer.variant, layer.head_size):
         return reason
+    if context.document_positions is not None:
+        return "the kernels have no document mask"
     if launch is None:
         return "Triton is not installed"
     if not (q.is_cuda or launch.INTERPRETED):

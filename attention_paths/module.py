@@ -82,7 +82,8 @@ class Attention(ReferenceAttention):
         """Return the path to take: 'sdpa', 'triton', 'blocked' or 'reference'.
 
         On a GPU softmax with a window takes the kernels, because torch's fastest attention takes no
-        mask. Raises UserError where `impl` requires kernels that cannot run.
+        mask. With documents the kernels cannot run. Raises UserError where `impl` requires kernels
+        that cannot run.
         """
         if self.impl not in ("auto", "triton"):
             return self.impl
@@ -90,7 +91,7 @@ class Attention(ReferenceAttention):
         masked = self.window is not None and self.window < Lk
         if by_sdpa and not (masked and q.is_cuda):
             return "sdpa"
-        reason = obstacle(self, q)
+        reason = obstacle(self, q, context)
         if reason is None and (q.is_cuda or self.impl == "triton"):
             return "triton"
         if self.impl == "triton":

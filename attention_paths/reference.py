@@ -21,6 +21,9 @@ class Context:
     score_scale: float | Tensor = 1.0
     row_inputs: dict[str, Tensor] = field(default_factory=dict)  # [B, H, Lq]: Variant.from_input
     log_forget: Tensor | None = None  # [B, H, Lk]: the logarithms of the keys' forget gates
+    # [B, Lq] of each query, counted from the first token of its document, before which it sees no
+    # key; None: a sequence is one document
+    document_positions: Tensor | None = None
 
     def select(
         self,
@@ -38,7 +41,10 @@ class Context:
         if isinstance(score_scale, Tensor):
             B, H, _, _ = score_scale.shape
             score_scale = score_scale[sequences if B > 1 else ALL, heads if H > 1 else ALL]
-        return Context(score_scale, row_inputs, log_forget)
+        document_positions = self.document_positions
+        if document_positions is not None:
+            document_positions = document_positions[sequences, queries]
+        return Context(score_scale, row_inputs, log_forget, document_positions)
 
 
 NO_CONTEXT = Context()
@@ -175,7 +181,12 @@ class ReferenceAttention(nn.Module):
         # float32 at least: bfloat16 cannot count past 256. Not integers: Inductor folds the minimum
         # of a constant and an index into an expression that it cannot compare.
         dtype = torch.promote_types(q.dtype, torch.float32)
-        n = (last + 1).to(dtype)
+        document_positions = context.document_positions
+        if document_positions is None:
+            n = (last + 1).to(dtype)
+        else:
+            document_positions = document_positions[:, None, :, None]
+            n = (document_positions + 1).to(dtype)
         if self.window is not None:
             n = n.clamp_max(self.window)
         head = torch.arange(self.n_head, device=q.device)[heads, None, None]
@@ -189,6 +200,7 @@ class ReferenceAttention(nn.Module):
             L=self.trained_length,
             gamma=self.gamma,
             p=self.p,
+            document_positions=document_positions,
             score_scale=context.score_scale,
             softcap=self.softcap,
             normalised_power=fast_normalised_power,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attention import l2_normalise
 from attention_paths.blocked import BLOCK_QUERIES, first_key
-from attention_paths.reference import NO_CONTEXT, Context, ReferenceAttention
+from attention_paths.reference import Context, ReferenceAttention
 
 
 def sdpa(
@@ -25,11 +25,13 @@ def sdpa(
     if isinstance(scale, Tensor):  # one for each row: torch takes a single number
         q, scale = q * scale, 1.0
     q, k = q.to(v.dtype), k.to(v.dtype)
-    if q.shape[1] != k.shape[1] and not takes_groups(q):
+    has_window = layer.window is not None and layer.window < Lk
+    is_masked = has_window or context.document_positions is not None
+    if q.shape[1] != k.shape[1] and not takes_groups(q, is_masked):
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    if layer.window is not None and layer.window < Lk:
-        return windowed(layer, q, k, v, scale)
+    if is_masked:
+        return masked(layer, q, k, v, scale, context)
     mask = None
     if 1 < Lq < Lk:
         # is_causal aligns the first query with the first key, but queries after a cache are the
@@ -50,24 +52,28 @@ def sdpa(
     )
 
 
-def takes_groups(q: Tensor) -> bool:
+def takes_groups(q: Tensor, is_masked: bool) -> bool:
     """Tell whether SDPA takes grouped keys for queries like q without holding all scores.
 
-    On CUDA its FlashAttention alone does, which needs sm_80 and 16 bits: not a T4.
+    On CUDA its FlashAttention alone does, which needs sm_80 (not a T4) and 16 bits, and takes no
+    mask.
     """
     if not q.is_cuda:
         return True
+    if is_masked:
+        return False
     return q.dtype.itemsize == 2 and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
-def windowed(
+def masked(
     layer: ReferenceAttention,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     scale: float,
+    context: Context,
 ) -> Tensor:
-    """Compute softmax with a window: a block of queries has a mask over the keys that it sees."""
+    """Compute softmax with a window or documents: a block of queries has a mask over its keys."""
     past = k.shape[2] - q.shape[2]
     is_grouped = q.shape[1] != k.shape[1]
     outputs = []
@@ -77,7 +83,8 @@ def windowed(
         end = past + start + block.shape[2]
         block_k = k[:, :, first:end]
         block_v = v[:, :, first:end]
-        mask = layer.rows(block, end - first, NO_CONTEXT).sees(end - first)
+        block_context = context.select(queries=slice(start, start + BLOCK_QUERIES))
+        mask = layer.rows(block, end - first, block_context).sees(end - first)
         outputs.append(
             F.scaled_dot_product_attention(
                 block, block_k, block_v, mask, scale=scale, enable_gqa=is_grouped

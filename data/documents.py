@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from data.tokenizer import END_OF_TEXT
+from data.vocabulary import END_OF_TEXT
 from errors import UserError
 
 Document = Iterable[str]  # the chunks of its text

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from data.shards import (
     Identity,
     Tokens,
     check_ids,
+    has_token,
     identity_of,
     list_shards,
     open_shards,
@@ -34,6 +36,8 @@ from data.shards import (
 from errors import UserError
 
 FEISTEL_ROUNDS = 8
+# Windows in which documents are counted: of 1,024 tokens, 2 MB to read.
+SAMPLED_WINDOWS = 1024
 
 # Freeze torch's modules: scanning them costs an early batch 0.1 s.
 gc.freeze()
@@ -55,6 +59,14 @@ class Batching:
     device: torch.device = torch.device("cpu")  # where batches are copied to; a GPU by its index
 
 
+class Documents(NamedTuple):
+    """What attention within documents meets in the training windows."""
+
+    per_window: float  # the mean count of documents, of which a part may lie in the window
+    n_quartiles: list[int]  # of the keys of a row's document up to its own
+    shards_without: list[str]  # training and validation shards in which no document begins
+
+
 class Loader(ABC):
     """Shuffled training batches, and validation batches; an epoch has `n_windows` sequences.
 
@@ -64,6 +76,7 @@ class Loader(ABC):
     source: str  # where the batches come from, for messages
     tokens: int  # of an epoch
     val_tokens: int  # of the whole validation set, each with a target
+    documents: Documents | None = None  # with document_mask
 
     def __init__(self, n_windows: int, batching: Batching) -> None:
         if n_windows < batching.batch_size:
@@ -159,9 +172,36 @@ class TokenLoader(Loader):
     def identity(self) -> Identity:
         return identity_of(self.data_dir)
 
+    def measure_documents(self, end_of_text: int) -> Documents:
+        """Count the documents of up to SAMPLED_WINDOWS training windows, evenly spread.
+
+        Raises UserError where no document begins in any training shard.
+        """
+        paths = [list_shards(self.data_dir, split) for split in ("train", "val")]
+        without = [[p for p in split if not has_token(p, end_of_text)] for split in paths]
+        if without[0] == paths[0]:
+            raise UserError(
+                f"document_mask = True, but no training shard of {self.data_dir} has an "
+                f"end-of-text token (id {end_of_text}), with which documents begin"
+            )
+        count = min(self.n_windows, SAMPLED_WINDOWS)
+        sample = np.linspace(0, self.n_windows - 1, count, dtype=np.int64)
+        T = self.batching.block_size
+        tokens = read_windows(self._files, self._places(sample), T, self.vocab_size)
+        is_start = tokens == end_of_text
+        is_start[:, 0] = True
+        token = np.arange(T)
+        n = token - np.maximum.accumulate(np.where(is_start, token, 0), axis=1) + 1
+        quartiles = np.quantile(n, (0.25, 0.5, 0.75)).round().astype(int).tolist()
+        names = [path.name for split in without for path in split]
+        return Documents(is_start.sum() / count, quartiles, names)
+
     def _locate(self, step: int) -> Ints:
         """Shard index and token offset of each sequence of this rank, [b, 2]."""
-        window = self._windows(step)
+        return self._places(self._windows(step))
+
+    def _places(self, window: Ints) -> Ints:
+        """Shard index and token offset of each of these windows, [b, 2]."""
         shard = np.searchsorted(self.first_window, window, side="right") - 1
         offset = (window - self.first_window[shard]) * self.batching.block_size
         return np.stack((shard, offset), axis=1)

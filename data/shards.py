@@ -130,6 +130,11 @@ def read_shard(path: str | Path, count: int = sys.maxsize) -> Tokens:
         return np.fromfile(path, TOKEN, min(available, count), offset=HEADER_BYTES)
 
 
+def has_token(path: Path, token: int) -> bool:
+    """Tell whether a shard has a token; a common one is near its start."""
+    return token in read_shard(path, START_BYTES) or token in read_shard(path)
+
+
 def read_windows(
     files: Sequence[FileIO], places: NDArray[np.int64], length: int, vocab_size: int
 ) -> Tokens:

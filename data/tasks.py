@@ -61,7 +61,10 @@ def check_vocabulary(config: Config) -> None:
 
 def open_text(config: Config, batching: Batching) -> TokenLoader:
     check_tokenizer(config.data_dir, config.tokenizer)
-    return TokenLoader(config.data_dir, batching, config.text_ids)
+    loader = TokenLoader(config.data_dir, batching, config.text_ids)
+    if config.document_mask:
+        loader.documents = loader.measure_documents(config.end_of_text)
+    return loader
 
 
 def open_orbits(config: Config, batching: Batching) -> OrbitLoader:
@@ -89,6 +92,7 @@ class AlternatingLoader(Loader):
         self.source = f"{text.source} and {recall.source} in turn"
         self.tokens = 2 * text.tokens
         self.val_tokens = text.val_tokens
+        self.documents = text.documents
         super().__init__(2 * text.n_windows, text.batching)
 
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:

@@ -13,17 +13,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.vocabulary import BUILT_IN, TOKENIZER, tokenizer_file
+from data.vocabulary import BUILT_IN, END_OF_TEXT, TOKENIZER, end_of_text, tokenizer_file
 from errors import UserError
 from runtime.files import atomic_write
 
-END_OF_TEXT = "<|endoftext|>"
 MERGES_FILE = Path(__file__).with_name("gpt2.bpe")
 # GPT-2's pre-tokeniser in tiktoken's notation: merges never cross the pieces that it matches.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 MAX_IDS = 1 << 16
-# End-of-text tokens of tokenizer.json files; the first one that a file has is used.
-ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 # A space or line break after anything but whitespace.
 SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \r\n])")
 
@@ -105,9 +102,7 @@ def open_file(path: str) -> Tokenizer:
     n_vocab = 1 + max(vocabulary.values(), default=0)
     if n_vocab > MAX_IDS:
         raise UserError(f"{path}: {n_vocab:,} ids, but a shard's uint16 tokens have {MAX_IDS:,}")
-    mark = next((mark for mark in ENDS_OF_TEXT if mark in vocabulary), None)
-    if mark is None:
-        raise UserError(f"{path}: none of its tokens is one of {', '.join(ENDS_OF_TEXT)}")
+    mark, eot = end_of_text(path)
 
     def encode(text: str) -> NDArray[np.integer]:
         try:
@@ -118,7 +113,7 @@ def open_file(path: str) -> Tokenizer:
         return np.array(encoding.ids, dtype=np.uint16)
 
     decode = partial(tokenizer.decode, skip_special_tokens=False)
-    return Tokenizer(n_vocab, vocabulary[mark], mark, encode, decode)
+    return Tokenizer(n_vocab, eot, mark, encode, decode)
 
 
 @cache

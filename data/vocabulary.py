@@ -10,6 +10,9 @@ from errors import UserError, check_choice
 BUILT_IN = {"gpt2": 50257, "bytes": 257}
 # The name of the copy of a tokenizer's file in the folders of shards, runs and exports.
 TOKENIZER = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+# End-of-text tokens of tokenizer.json files; the first one that a file has is used.
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 # The number of token ids of all recall tasks.
 RECALL_IDS = 256
 
@@ -35,15 +38,38 @@ def count_ids(tokenizer: str) -> int:
     """
     if tokenizer in BUILT_IN:
         return BUILT_IN[tokenizer]
+    return 1 + max(read_ids(tokenizer).values())
+
+
+def end_of_text(tokenizer: str) -> tuple[str, int]:
+    """Return the text and the id of the end-of-text token.
+
+    Raises UserError as count_ids, and where the tokenizer has no such token.
+    """
+    if tokenizer in BUILT_IN:
+        return END_OF_TEXT, BUILT_IN[tokenizer] - 1
+    ids = read_ids(tokenizer)
+    for mark in ENDS_OF_TEXT:
+        if mark in ids:
+            return mark, ids[mark]
+    raise UserError(f"{tokenizer}: none of its tokens is one of {', '.join(ENDS_OF_TEXT)}")
+
+
+def read_ids(tokenizer: str) -> dict[str, int]:
+    """Read the ids of a tokenizer.json, by the texts of its tokens.
+
+    Raises UserError where the file cannot be read.
+    """
     file = tokenizer_file(tokenizer)
     try:
         content = json.loads(file.read_bytes())
         vocabulary = content["model"]["vocab"]  # a list of Unigram, a dict of the other models
         if isinstance(vocabulary, dict):
-            ids = list(vocabulary.values())
+            ids = dict(vocabulary)
         else:
-            ids = list(range(len(vocabulary)))
-        ids += [token["id"] for token in content["added_tokens"]]
-        return 1 + int(max(ids))
+            ids = {text: i for i, (text, _) in enumerate(vocabulary)}
+        ids |= {token["content"]: int(token["id"]) for token in content["added_tokens"]}
+        max(ids.values())
+        return ids
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"tokenizer = {tokenizer!r} is not a tokenizer.json: {error!r}") from error

@@ -18,6 +18,8 @@ class KVCache:
     def __init__(self, size: int):
         self.size = size
         self.length = 0
+        # [1 or B, 1]: tokens of the last document, with document_mask
+        self.document_length = torch.zeros(1, 1, dtype=torch.int32)
         # keys, values and forget gates, or factors and gates
         self.layers: dict[Attention, list[Tensor]] = {}
 
@@ -61,3 +63,13 @@ class RaggedCache:
     """A cache for each sequence of a batch, whose lengths may differ."""
 
     rows: list[KVCache]
+
+    @property
+    def document_length(self) -> Tensor:
+        """The tokens of the last document of each sequence, [B, 1]."""
+        return torch.cat([row.document_length for row in self.rows])
+
+    @document_length.setter
+    def document_length(self, lengths: Tensor) -> None:
+        for row, length in zip(self.rows, lengths.split(1), strict=True):
+            row.document_length = length

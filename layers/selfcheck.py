@@ -40,7 +40,10 @@ def check_kernels(
     'blocked' instead or, with attention_impl = 'triton', UserError is raised.
     """
     q = torch.empty(1, 1, 1, 1, device=next(model.parameters()).device, dtype=dtype)
-    context = Context(log_forget=q[..., 0] if config.forget else None)
+    context = Context(
+        log_forget=q[..., 0] if config.forget else None,
+        document_positions=q[0, 0] if config.document_mask else None,
+    )
     by_path: dict[str, list[Attention]] = {}
     for module in model.modules():
         if isinstance(module, Attention):
@@ -49,7 +52,7 @@ def check_kernels(
     facts: dict[str, Any] = {"attention_path": paths}
     line = f"attention path: {paths}"
     if "blocked" in by_path and config.attention_impl == "auto":
-        reason = obstacle(by_path["blocked"][0], q) or "this is cpu"
+        reason = obstacle(by_path["blocked"][0], q, context) or "this is cpu"
         line += f" (not triton: {reason})"
     fused = by_path.get("triton")
     if fused:

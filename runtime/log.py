@@ -20,7 +20,7 @@ from runtime.files import atomic_write, read_json, write_json, writing
 if TYPE_CHECKING:  # importing torch takes seconds, and reading a log needs none of it
     import torch
 
-    from data.loader import Loader
+    from data.loader import Documents, Loader
     from model import SelfAttention
     from runtime.checkpoint import Training
 
@@ -244,6 +244,8 @@ def describe(
     by_layer = [windows_of(layer) for layer in training.model.attention_layers()]
     if len(set(by_layer)) > 1:
         lines.append(f"windows by layer: {', '.join(by_layer)}")
+    if loader is not None and loader.documents is not None:
+        lines += describe_documents(loader.documents)
     for key, (before, now) in training.changes.items():
         lines.append(f"from step {training.step} on {key} = {now!r}, before {before!r}")
     for key in ("window", "local_window"):
@@ -280,6 +282,17 @@ def faster_dtype(config: Config, device: "torch.device") -> list[str]:
 def windows_of(layer: "SelfAttention") -> str:
     """Return the windows of a layer's heads: "256", "all" without one, "all and 256" of both."""
     return " and ".join(str(attention.window or "all") for attention in layer.attentions())
+
+
+def describe_documents(documents: "Documents") -> list[str]:
+    low, median, high = documents.n_quartiles
+    lines = [
+        f"a window has {documents.per_window:.1f} documents on average; n, the keys of a row's "
+        f"document up to its own, is {low:,}, {median:,} and {high:,} at its quartiles"
+    ]
+    for name in documents.shards_without:
+        lines.append(f"warning: no document begins in {name}: each of its windows is one document")
+    return lines
 
 
 def describe_data(config: Config, loader: "Loader | None", run_tokens: int) -> str:

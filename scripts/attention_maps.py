@@ -153,6 +153,11 @@ def align(options: MapOptions, configs: Sequence[Config]) -> MapOptions:
 def identify(options: MapOptions, config: Config) -> dict:
     if not -config.n_layer <= options.layer < config.n_layer:
         raise UserError(f"--layer {options.layer}: this model has layers 0 to {config.n_layer - 1}")
+    if config.document_mask:
+        raise UserError(
+            "attention_maps counts all earlier tokens as keys: it cannot measure a run with "
+            "document_mask"
+        )
     options.ids(config)
     model = outline(config, options.window)
     facts = {"layer": options.layer_of(config), "head_windows": head_windows(model)}

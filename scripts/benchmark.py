@@ -160,6 +160,8 @@ def parse_model(path: str, impl: str, settings: list[str]) -> Config:
         raise UserError(f"plain is trained with adamw, not with {config.optimizer}")
     if config.batch_size == 0:
         raise UserError("batch_size = 0 fits a training run; benchmark takes the size to measure")
+    if config.document_mask:
+        raise UserError("benchmark takes no --document_mask: its tokens are random, not documents")
     if config.dry_run:
         raise UserError("benchmark takes no --dry_run: it writes no run")
     if TASKS[config.task].tokens_per_position > 1:

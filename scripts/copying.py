@@ -120,6 +120,7 @@ def chunks(options: CopyingOptions, config: Config) -> dict[str, int]:
 
 def measure(options: CopyingOptions, run: Run, lag: int) -> dict:
     tokens = checked_tokens(run.config)
+    run.model.document_start = None  # both copies are in one document
     copied, other = copies(tokens, options.passages, lag, passage_of(run.config))
     loss = copy_losses(run, copied, lag)
     loss_without = copy_losses(run, other, lag)

@@ -24,8 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import MAY_CHANGE, ROOT, Config
-from data.tokenizer import END_OF_TEXT, MERGES_FILE, byte_symbols, copy_tokenizer, get_tokenizer
-from data.vocabulary import BUILT_IN
+from data.tokenizer import MERGES_FILE, byte_symbols, copy_tokenizer, get_tokenizer
+from data.vocabulary import BUILT_IN, END_OF_TEXT
 from errors import UserError, command
 from runtime.checkpoint import settings_of
 from runtime.device import environment
@@ -113,6 +113,10 @@ def transformers_model(run: Run) -> Any:
     from scripts.common.hf_modeling import SharpAttentionConfig, SharpAttentionForCausalLM
 
     config = run.config
+    if config.document_mask:
+        raise UserError(
+            f"{run.path} was trained with document_mask, which an exported model does not have yet"
+        )
     end_of_text = get_tokenizer(config.tokenizer).eot
     # the settings on which results depend
     settings = settings_of(config) | {"vocab_size": config.text_ids}

@@ -317,13 +317,13 @@ def test_grouped_keys_are_repeated_where_sdpa_would_hold_all_scores(window, monk
     inputs = leaves(q, k[:, :2], v[:, :2])
     expected = with_gradients(attn, attn, inputs)
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting_sdpa)
-    monkeypatch.setattr(sdpa, "takes_groups", lambda q: False)
+    monkeypatch.setattr(sdpa, "takes_groups", lambda q, is_masked: False)
     assert_all_near(with_gradients(attn, attn, inputs), expected)
     assert set(groups) == {(4, 4, False)}
 
 
 def test_only_flashattention_takes_grouped_keys_on_cuda(monkeypatch):
-    assert sdpa.takes_groups(torch.empty(1))
+    assert sdpa.takes_groups(torch.empty(1), is_masked=True)
     for capability, dtype, takes in (
         ((7, 5), torch.float16, False),  # T4
         ((8, 0), torch.bfloat16, True),
@@ -333,7 +333,8 @@ def test_only_flashattention_takes_grouped_keys_on_cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         with FakeTensorMode():
             q = torch.empty(1, device="cuda", dtype=dtype)
-        assert sdpa.takes_groups(q) == takes
+        assert sdpa.takes_groups(q, is_masked=False) == takes
+        assert not sdpa.takes_groups(q, is_masked=True)
 
 
 # ---- edge cases ----

@@ -16,6 +16,7 @@ import attention
 import attention_paths.fused
 from attention import VARIANTS, Phi, Variant
 from attention_paths.fused import obstacle, variant_obstacle
+from attention_paths.reference import NO_CONTEXT
 from config import load_config
 from data.tasks import TASKS
 from errors import UserError
@@ -414,11 +415,11 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch):
     ) * 2
     layer = build("lssar_p15.py", 16)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    assert obstacle(layer, q) is None
+    assert obstacle(layer, q, NO_CONTEXT) is None
     gpu.major, gpu.minor = 7, 5
-    assert "8.0 or newer, and this is 7.5" in obstacle(layer, q)
+    assert "8.0 or newer, and this is 7.5" in obstacle(layer, q, NO_CONTEXT)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "AMD" in obstacle(layer, q)
+    assert "AMD" in obstacle(layer, q, NO_CONTEXT)
 
 
 # ---- without a GPU: block shapes and machine code ----

@@ -162,7 +162,7 @@ def test_blocks_of_another_signature_have_a_control(monkeypatch, shards, call, t
         y = forward(self, x + embeddings, rotation, None)
         return y, y.mean()
 
-    def trunk_forward(self, x, cache=None):
+    def trunk_forward(self, x, cache=None, document_positions=None):
         embeddings = x
         rotation = self.rope(0, x.shape[1], x.shape[1])
         for block in self.blocks:

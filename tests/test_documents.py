@@ -1,0 +1,312 @@
+"""Attention within documents: a packed window computes what each document does alone."""
+
+import functools
+import shutil
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from attention_paths import blocked, sdpa
+from attention_paths.reference import Context
+from config import load_config
+from data.loader import Batching, TokenLoader, validation_tokens
+from data.shards import read_shard, write_shard
+from errors import UserError
+from generation import generate
+from layers.cache import KVCache
+from layers.documents import positions_in_documents
+from model import compile_model
+from tests.faults import arguments, finish, group
+from tests.faults import run as run_process
+from tests.helpers import small_config, small_model
+from tests.runs import agree, metrics, weights
+from tests.test_attention import (
+    CASES,
+    SDPA_CASES,
+    assert_near,
+    build,
+    draw,
+    leaves,
+)
+from tests.test_model import COMBINED, TPA
+
+END = 256  # end-of-text of bytes
+# The documents of two sequences of 16 tokens: the first begins before the window or with it.
+BOUNDS = [(0, 5, 6, 14, 16), (0, 12, 16)]
+MODELS = [*COMBINED, *TPA, "fox.py", "swa.py", "ssmax.py", "lssa.py --positions=learned"]
+
+
+def packed_tokens():
+    idx = torch.randint(END, (2, 16), generator=torch.Generator().manual_seed(0))
+    for row, bounds in zip(idx, BOUNDS, strict=True):
+        row[list(bounds[1:-1])] = END
+    return idx
+
+
+def each_document():
+    """The sequence and the tokens of each document, as slices."""
+    for b, bounds in enumerate(BOUNDS):
+        for start, end in pairwise(bounds):
+            yield slice(b, b + 1), slice(start, end)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 4 queries, in which documents begin and end."""
+    monkeypatch.setattr(blocked, "BLOCK_QUERIES", 4)
+    monkeypatch.setattr(sdpa, "BLOCK_QUERIES", 4)
+    monkeypatch.setattr(blocked, "BLOCK_SCORES_CPU", 64)
+
+
+def packed_context(row_inputs, log_forget):
+    positions = positions_in_documents(packed_tokens() == END)
+    return Context(1.0, row_inputs, log_forget, positions)
+
+
+# ---- a layer's attention ----
+
+
+@pytest.mark.parametrize("forget", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_every_path_computes_each_document_alone(case, forget, small_blocks):
+    """Values and gradients, with a window and without."""
+    generator = torch.Generator().manual_seed(1)
+    extra = torch.randn(3, 2, 2, 16, dtype=torch.float64, generator=generator)
+    q, k, v, u, w, log_forget = inputs = leaves(*draw(16, 16), *extra[:2], -extra[2].abs())
+    row_inputs = {"u": u, "w": w}
+    gradient = torch.linspace(-1, 2, v.numel(), dtype=v.dtype).view_as(v)
+    paths = ["reference", "auto"]
+    if case in SDPA_CASES and not forget:  # elsewhere "auto" is "blocked"
+        paths.append("blocked")
+    for window in (None, 3):
+        alone = build(case, f"--window={window}", "--attention_impl=reference").double()
+        learned = [*inputs, *alone.parameters()]
+        context = Context(1.0, row_inputs, log_forget if forget else None)
+        outputs = []
+        for b, tokens in each_document():
+            document = context.select(sequences=b, queries=tokens, keys=tokens)
+            outputs.append(alone(q[b, :, tokens], k[b, :, tokens], v[b, :, tokens], document))
+        by_sequence = [torch.cat(outputs[:4], dim=2), torch.cat(outputs[4:], dim=2)]
+        expected = torch.cat(by_sequence)
+        expected_gradients = torch.autograd.grad(
+            expected, learned, gradient, allow_unused=True, materialize_grads=True
+        )
+        for path in paths:
+            attn = build(case, f"--window={window}", f"--attention_impl={path}").double()
+            out = attn(q, k, v, packed_context(row_inputs, log_forget if forget else None))
+            gradients = torch.autograd.grad(
+                out,
+                [*inputs, *attn.parameters()],
+                gradient,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            assert_near(out, expected)
+            for actual, exact in zip(gradients, expected_gradients, strict=True):
+                assert_near(actual, exact, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_gradient_crosses_the_bounds_of_a_document(case):
+    """Nor does it come from later tokens: exactly 0, in each row by itself."""
+    attn = build(case, "--attention_impl=reference").double()
+    q, k, v = leaves(*draw(16, 16, H=2))
+    A = attn.weights(q, k, packed_context({}, None))
+    for b, bounds in enumerate(BOUNDS):
+        for start, end in pairwise(bounds):
+            row = end - 1
+            (gradient,) = torch.autograd.grad(A[b, :, row].square().sum(), k, retain_graph=True)
+            for x in (A[b, :, row], gradient[b].sum(-1)):
+                assert not x[:, :start].any()
+                assert not x[:, end:].any()
+    assert not A.triu(1).any()
+
+
+# ---- a model ----
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_computes_each_document_alone(case, impl, small_blocks):
+    model = small_model(case, "--document_mask", f"--attention_impl={impl}")
+    idx = packed_tokens()
+    gradient = torch.linspace(-1, 2, 2 * 16 * 16, dtype=torch.float64).view(2, 16, 16)
+    parameters = [p for name, p in model.named_parameters() if "lm_head" not in name]
+    packed = model.hidden(idx)
+    packed_gradients = torch.autograd.grad(packed, parameters, gradient, allow_unused=True)
+    model.document_start = None
+    loss = 0
+    for b, tokens in each_document():
+        alone = model.hidden(idx[b, tokens])
+        assert_near(packed[b, tokens], alone)
+        loss = loss + (alone * gradient[b, tokens]).sum()
+    expected = torch.autograd.grad(loss, parameters, allow_unused=True)
+    for actual, exact in zip(packed_gradients, expected, strict=True):
+        if exact is None:
+            assert actual is None
+        else:
+            assert_near(actual, exact, rtol=1e-8, atol=1e-9)
+    joined = model.hidden(idx)
+    assert not torch.allclose(joined, packed, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", [*MODELS, "lssar_p3.py --window=4"])
+def test_a_cache_knows_its_last_document(case):
+    model = small_model(case, "--document_mask")
+    idx = packed_tokens()
+    whole = model.hidden(idx)
+    for sizes in ([4, 1, 1, 7, 3], [13, 1, 1, 1]):
+        cache = KVCache(16)
+        chunks = [model.hidden(chunk, cache) for chunk in idx.split(sizes, dim=1)]
+        assert_near(torch.cat(chunks, dim=1), whole, rtol=1e-9, atol=1e-9)
+
+
+def test_prompts_of_several_documents_continue_the_last_one():
+    """Also of unequal lengths, which have a cache each."""
+    model = small_model("ssmax.py", "--document_mask")
+    first, second = packed_tokens()
+    prompts = [first[:9], second[:14]]
+    texts = generate(model, prompts, 2, temperature=0, never=END)
+    for text, start in zip(texts, (6, 12), strict=True):
+        prompt = text[None, start:-2]
+        alone = generate(model, prompt, 2, temperature=0, never=END)
+        assert torch.equal(text[start:], alone[0])
+
+
+@pytest.mark.parametrize("case", ["softmax.py", "lssar_p15.py", "hybrid.py", "stick_breaking.py"])
+def test_blocks_compile_without_graph_breaks(case, monkeypatch):
+    torch._dynamo.reset()
+    compiled = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiled))
+    model = small_model(case, "--document_mask", "--n_layer=3").float()
+    compile_model(model)
+    idx = packed_tokens()
+    model(idx, idx)
+    assert compiled.frame_count == 2  # the blocks' and the loss's
+    model(idx.roll(1, dims=1), idx)
+    assert compiled.frame_count == 2  # other documents take the same graphs
+
+
+# ---- a run ----
+
+
+@pytest.fixture(scope="module")
+def documents(shards, tmp_path_factory):
+    """The shards, with ends of text."""
+    folder = shutil.copytree(shards, tmp_path_factory.mktemp("documents") / "data")
+    generator = np.random.default_rng(0)
+    for path in folder.glob("*.bin"):
+        tokens = read_shard(path)
+        tokens[generator.random(len(tokens)) < 0.15] = END
+        write_shard(path, tokens)
+    return folder
+
+
+MASKED = ("configs/ssmax.py", "--document_mask")
+
+
+def test_validation_is_within_documents_and_the_run_says_how_long_they_are(
+    train, documents, capsys
+):
+    run = train("run", *MASKED, f"--data_dir={documents}", "--max_iters=0")
+    tokens = torch.from_numpy(validation_tokens(documents, 256, 257).astype(np.int64))
+    model = small_model("ssmax.py", "--n_embd=32").float()
+    model.load_state_dict(weights(run))
+    losses = []
+    for start in range(0, 256, 16):
+        window = tokens[start : start + 17]
+        inner = [i for i in range(1, 16) if window[i] == END]
+        for begin, end in pairwise([0, *inner, 16]):
+            x = window[None, begin:end]
+            y = window[None, begin + 1 : end + 1]
+            losses.append(model.token_losses(x, y).flatten())
+    expected = torch.cat(losses).mean().item()
+    assert metrics(run, "val_loss")[0] == pytest.approx(expected, rel=1e-5)
+    printed = capsys.readouterr().out
+    measured = TokenLoader(documents, Batching(16, 8, 0), 257).measure_documents(END)
+    assert 3 < measured.per_window < 4
+    assert f"a window has {measured.per_window:.1f} documents on average" in printed
+    assert "is {}, {} and {} at its quartiles".format(*measured.n_quartiles) in printed
+    assert "warning" not in printed
+
+
+def test_documents_are_counted_in_all_windows(tmp_path):
+    """By hand: windows of 8 tokens, the first with documents of 3 and 5, the second of 8."""
+    tokens = np.zeros(17, np.uint16)
+    tokens[[0, 3, 8]] = END
+    write_shard(tmp_path / "x_train_000001.bin", tokens)
+    write_shard(tmp_path / "x_val_000000.bin", tokens[9:])
+    loader = TokenLoader(tmp_path, Batching(8, 2, 0), 257)
+    n = [1, 2, 3, 1, 2, 3, 4, 5, *range(1, 9)]
+    quartiles = [round(x) for x in np.quantile(n, (0.25, 0.5, 0.75))]
+    assert loader.measure_documents(END) == (1.5, quartiles, ["x_val_000000.bin"])
+    with pytest.raises(UserError, match=r"no training shard of .* end-of-text token \(id 255\)"):
+        loader.measure_documents(255)
+
+
+def test_a_shard_without_documents_is_said(train, documents, tmp_path, capsys, refused):
+    data = shutil.copytree(documents, tmp_path / "data")
+    for name in ("text_train_000002.bin", "text_train_000001.bin"):
+        tokens = read_shard(data / name)
+        tokens[tokens == END] = 32
+        write_shard(data / name, tokens)
+        settings = (*MASKED, f"--data_dir={data}", "--max_iters=0")
+        if name == "text_train_000002.bin":
+            train("run", *settings)
+            assert f"warning: no document begins in {name}" in capsys.readouterr().out
+    refused(train, "other", *settings, says="no training shard of")
+
+
+def test_two_processes_agree_with_one(documents, tmp_path):
+    one = tmp_path / "one"
+    two = tmp_path / "two"
+    assert run_process(arguments(documents, one, *MASKED)) == 0
+    pair = group(arguments(documents, two, *MASKED), {}, batch_size=2)
+    assert [finish(process) for process in pair] == [0, 0]
+    agree(one, two)
+
+
+def test_a_compiled_run_agrees(train, documents, monkeypatch):
+    """With the graphs that torch.compile captures, but without its C++ compiler, which is slow."""
+    without_compiler = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", without_compiler)
+    settings = (*MASKED, f"--data_dir={documents}", "--max_iters=2", "--n_layer=1")
+    plain = train("plain", *settings)
+    compiled = train("compiled", *settings, "--compile")
+    assert metrics(compiled) == pytest.approx(metrics(plain), rel=1e-4)
+
+
+def test_a_resumed_run_keeps_its_mask(train, documents, refused):
+    settings = ("configs/ssmax.py", f"--data_dir={documents}", "--max_iters=1")
+    train("run", *settings)
+    says = "was trained with document_mask = False, so it cannot be resumed with True"
+    refused(train, "run", *settings, "--resume", "--document_mask", says=says)
+
+
+def test_what_cannot_mask_documents_refuses_them(words_file, tmp_path, train, documents, refused):
+    says = "attention_impl = 'triton' cannot be used: the kernels have no document mask"
+    masked = (*MASKED, f"--data_dir={documents}", "--max_iters=0")
+    refused(train, "run", *masked, "--attention_impl=triton", says=says)
+    for task in ("orbits", "recall"):
+        with pytest.raises(UserError, match="document_mask = True has an effect with task"):
+            small_config("softmax.py", "--document_mask", f"--task={task}")
+    with pytest.raises(UserError, match="vocab_size = 256 leaves it out"):
+        small_config("softmax.py", "--document_mask", "--vocab_size=256")
+    without_end = tmp_path / "tokenizer.json"
+    without_end.write_text(words_file.read_text().replace("</s>", "<end>"))
+    with pytest.raises(UserError, match="none of its tokens is one of"):
+        load_config([f"--tokenizer={without_end}", "--document_mask"])
+    assert load_config([f"--tokenizer={words_file}", "--document_mask"]).end_of_text == 6
+
+
+def test_commands_that_read_no_documents_refuse_them(train, documents, call, tmp_path, refused):
+    from scripts import attention_maps, benchmark, export_hf
+
+    run = train("run", *MASKED, f"--data_dir={documents}", "--max_iters=0")
+    refused(call, export_hf, run, tmp_path / "exported", says="trained with document_mask, which")
+    refused(call, attention_maps, run, says="cannot measure a run with document_mask")
+    refused(call, benchmark, "configs/softmax.py", "--document_mask", says="takes no --document_m")
