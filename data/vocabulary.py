@@ -69,7 +69,7 @@ def read_ids(tokenizer: str) -> dict[str, int]:
         else:
             ids = {text: i for i, (text, _) in enumerate(vocabulary)}
         ids |= {token["content"]: int(token["id"]) for token in content["added_tokens"]}
-        max(ids.values())
+        max(ids.values())  # raises where there are none, or ids are no numbers
         return ids
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"tokenizer = {tokenizer!r} is not a tokenizer.json: {error!r}") from error
