@@ -204,8 +204,7 @@ def show(options: CopyingOptions, results: Results) -> dict[str, Figure]:
         print(f"\n{label}, {result['passages']} passages of {result['passage_tokens']} tokens")
         print_lags(result)
         curves.append(worth_curve(name, result, is_control))
-    picture = draw_by_length(results.values(), title, curves, "lag", UNIT, band="± standard error")
-    return {"copying": picture}
+    return {"copying": draw_by_length(results.values(), title, curves, "lag", UNIT)}
 
 
 def print_lags(result: dict) -> None:
@@ -234,7 +233,7 @@ def worth_curve(name: str, result: dict, is_control: bool) -> Curve:
             worth = math.nan
         worths.append(worth)
         errors.append(error)
-    return Curve(name, lags, worths, errors, thin=is_control)
+    return Curve(name, lags, worths, errors, band="± standard error", thin=is_control)
 
 
 COPYING = Evaluation(

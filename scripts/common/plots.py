@@ -103,6 +103,7 @@ class Curve:
     x: Values
     y: Values
     deviation: Values | None = None
+    band: str = field(default="", kw_only=True)  # what the band is, for the legend
     thin: bool = field(default=False, kw_only=True)
     reference: bool = field(default=False, kw_only=True)
 
@@ -113,7 +114,6 @@ def draw_curves(
     ylabel: str,
     log: str = "",
     thin: str = "",
-    band: str = "",
     marks: Iterable[float] = (),
     sharey: bool = True,
 ) -> Figure:
@@ -121,7 +121,7 @@ def draw_curves(
 
     `log` names the logarithmic axes: "x", "y" or "xy". The ticks of a logarithmic x axis are the
     curves' points, if there are at most MOST_TICKS. `thin` is the legend's text for thin curves, if
-    there are any, and `band` for their bands; `marks` are places on the x axis with a dotted line.
+    there are any; `marks` are places on the x axis with a dotted line.
     """
     figure, all_axes = panels(len(panels_of), sharey)
     labels: list[str] = []
@@ -142,7 +142,7 @@ def draw_curves(
                 draw(axes, curve, labels.index(curve.label))
         if thin and any(curve.thin for curve in curves):
             axes.plot([], [], color="0.3", linewidth=0.7, label=thin)
-        if any(curve.deviation is not None for curve in curves):
+        for band in {curve.band for curve in curves if curve.band}:  # one in a panel
             axes.fill_between([], [], color="0.3", alpha=0.2, lw=0, label=band)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.set_title(title, fontsize="medium")
@@ -167,7 +167,6 @@ def draw_by_length(
     curves: Sequence[Curve],
     xlabel: str,
     ylabel: str,
-    band: str = "",
 ) -> Figure:
     """Draw curves over a number of tokens, with a dotted line at each run's training length."""
     return draw_curves(
@@ -176,7 +175,6 @@ def draw_by_length(
         ylabel,
         log="x",
         thin=THIN,
-        band=band,
         marks={measurement["trained_length"] for measurement in measurements},
     )
 

@@ -38,7 +38,7 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure
         curves[title] = []
         for label, summary in summaries.items():
             mean = summary["mean"][: len(x)]
-            curves[title].append(with_band(label, x, mean, summary["deviation"][: len(x)]))
+            curves[title].append(with_band(table, label, x, mean, summary["deviation"][: len(x)]))
             control = control_losses(table, summary.get("runs", []))
             if control:
                 curves[title].append(Curve(label, x, control, thin=True))
@@ -46,20 +46,15 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure
             curves[title].append(chance)
     # nats per token of two tokenizers, and differences, have scales of their own
     sharey = difference not in panels and (PAPER not in panels or table["same_tokens"])
-    return draw_curves(curves, LENGTH, table["unit"], "x", THIN, band(table), sharey=sharey)
+    return draw_curves(curves, LENGTH, table["unit"], "x", THIN, sharey=sharey)
 
 
 def difference_title(table: dict) -> str:
     return f"minus {table['baseline']}, with the same seed"
 
 
-def band(table: dict) -> str:
-    """What the bands of a table's curves are, for the legend."""
-    seeds = ranged([len(row["runs"]) for row in table["rows"].values()])
-    return f"± standard deviation, n = {seeds}"
-
-
 def with_band(
+    table: dict,
     label: str,
     x: Sequence[float],
     mean: Sequence[float | None],
@@ -68,7 +63,9 @@ def with_band(
     """Return a curve of means; single seeds have no band."""
     if all(value is None for value in deviation):
         return Curve(label, x, drawable(mean))
-    return Curve(label, x, drawable(mean), drawable(deviation))
+    seeds = ranged([len(row["runs"]) for row in table["rows"].values()])
+    band = f"± standard deviation, n = {seeds}"
+    return Curve(label, x, drawable(mean), drawable(deviation), band=band)
 
 
 def drawable(values: Sequence[float | None]) -> list[float]:
@@ -228,10 +225,10 @@ def loss_over_p(sweeps: Mapping[str, Mapping[int, Entry]]) -> Draw:
                 if table["better"][i] == "lower":
                     mean = [row["mean"][i] for row in rows.values()]
                     deviation = [row["deviation"][i] for row in rows.values()]
-                    panels[variant].append(with_band(column, list(rows), mean, deviation))
+                    panels[variant].append(with_band(table, column, list(rows), mean, deviation))
         if not panels:
             return {}
-        return draw_curves(panels, "p", table["unit"], "x", band=band(table))
+        return draw_curves(panels, "p", table["unit"], "x")
 
     return draw
 
