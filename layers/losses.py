@@ -56,12 +56,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         Targets are [n] or, k of each token, [n, k]. `gradient` is softmax_gradient or the same
         function compiled.
         """
-        losses = []
+        losses = torch.empty_like(targets, dtype=full_precision(x))
         x_gradients = []
         weight_gradient = torch.empty_like(weight)
-        for i, chunk in enumerate(chunks(x, weight, targets)):
-            for logits, part_targets in chunk.parts():
-                losses.append(gradient(logits, part_targets, n_vocab))
+        for i, chunk in enumerate(chunks(x, weight, targets, losses)):
+            for logits, part_targets, part_losses in chunk.parts():
+                part_losses.copy_(gradient(logits, part_targets, n_vocab))
             x_gradients.append(chunk.logits @ chunk.weight)
             by_part = chunk.logits.split(VOCABULARY_PART, dim=1)
             for rows, logits in zip(weight_gradient.split(VOCABULARY_PART), by_part, strict=True):
@@ -73,7 +73,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         count = (targets >= 0).sum()
         ctx.save_for_backward(torch.cat(x_gradients), weight_gradient, count)
         ctx.dtype = x.dtype
-        return torch.cat(losses).sum() / count
+        return losses.sum() / count
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -91,12 +91,12 @@ def token_losses(
     n_vocab: int,
 ) -> Tensor:
     """Return the float32 losses of all targets, in their shape; arguments as LinearCrossEntropy."""
-    losses = []
-    for chunk in chunks(x, weight, targets):
-        for logits, part_targets in chunk.parts():
+    losses = torch.empty_like(targets, dtype=torch.float32)
+    for chunk in chunks(x, weight, targets, losses):
+        for logits, part_targets, part_losses in chunk.parts():
             logits = logits[:, :n_vocab].to(full_precision(logits))
-            losses.append(F.cross_entropy(logits, part_targets, reduction="none"))
-    return torch.cat(losses).view(targets.shape).float()
+            part_losses.copy_(F.cross_entropy(logits, part_targets, reduction="none"))
+    return losses
 
 
 class Chunk(NamedTuple):
@@ -105,19 +105,21 @@ class Chunk(NamedTuple):
     x: Tensor  # [m, n_embd]
     weight: Tensor  # [k * padded, n_embd]
     targets: Tensor  # [m] or [m, k]
+    losses: Tensor  # in targets' shape, to fill: a small tensor for each part fragments the heap
     logits: Tensor  # [m, k * padded]
 
-    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Split into logits [.., padded] and targets [..] whose softmax is computed at once."""
+    def parts(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Split into logits [.., padded], targets and losses [..] of one softmax each."""
         targets = self.targets.flatten()
+        losses = self.losses.flatten()
         logits = self.logits.view(len(targets), -1)
         size = len(logits)
         if logits.is_cpu:
             size = max(1, CACHED_LOGITS // logits.shape[1])
-        return zip(logits.split(size), targets.split(size), strict=True)
+        return zip(logits.split(size), targets.split(size), losses.split(size), strict=True)
 
 
-def chunks(x: Tensor, weight: Tensor, targets: Tensor) -> Iterator[Chunk]:
+def chunks(x: Tensor, weight: Tensor, targets: Tensor, losses: Tensor) -> Iterator[Chunk]:
     """Compute logits a chunk of tokens at a time; each chunk overwrites the logits before."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
@@ -126,9 +128,10 @@ def chunks(x: Tensor, weight: Tensor, targets: Tensor) -> Iterator[Chunk]:
         weight = weight.to(dtype)
     size = CHUNK_CPU if x.is_cpu else CHUNK_GPU
     buffer = x.new_empty(min(size, len(x)), len(weight))
-    for x_chunk, chunk_targets in zip(x.split(size), targets.split(size), strict=True):
+    by_chunk = zip(x.split(size), targets.split(size), losses.split(size), strict=True)
+    for x_chunk, chunk_targets, chunk_losses in by_chunk:
         logits = torch.mm(x_chunk, weight.T, out=buffer[: len(x_chunk)])
-        yield Chunk(x_chunk, weight, chunk_targets, logits)
+        yield Chunk(x_chunk, weight, chunk_targets, chunk_losses, logits)
 
 
 def full_precision(x: Tensor) -> torch.dtype:
