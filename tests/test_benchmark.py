@@ -195,10 +195,10 @@ def test_a_generated_token_is_that_after_a_full_cache(monkeypatch):
     calls = []
     forward = Trunk.forward
 
-    def noting_forward(self, x, cache):
+    def noting_forward(self, x, cache, document_positions):
         calls.append((x.shape[:2], cache.length, cache.size))
         assert not self.training
-        return forward(self, x, cache)
+        return forward(self, x, cache, document_positions)
 
     monkeypatch.setattr(Trunk, "forward", noting_forward)
     decode = build_step("lssar_p3", "decode", *SHORT, "--projections=tpa")

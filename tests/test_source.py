@@ -336,7 +336,7 @@ def test_a_variant_that_a_script_adds(own_module, monkeypatch):
 # ---- evaluations ----
 
 EDITED_CODE = {
-    "its own function": ("scripts/eval_length.py", "losses.cpu().double().sum(0)", "losses.sum(0)"),
+    "its own function": ("scripts/eval_length.py", "total + losses.sum(0)", "losses.sum(0)"),
     "its own constant": ("scripts/eval_length.py", "weights // 24", "weights // 25"),
     "an option": ("scripts/eval_length.py", "per_position: bool = option(False", "x = option(True"),
     "its chunks": ("scripts/eval_length.py", 'name = f"{length} tokens"', 'name = f"{length}"'),
@@ -358,7 +358,7 @@ def test_edited_code_of_an_evaluation_is_noticed(edit, edited):
 
 
 SAME_CODE = {
-    "a docstring": ("scripts/eval_length.py", "Mean loss in nats at every position", "The mean"),
+    "a docstring": ("scripts/eval_length.py", "Mean losses in nats of windows", "The means"),
     "its table": ("scripts/eval_length.py", "print_table(table, width=9)", "print_table(table)"),
     "its picture": ("scripts/eval_length.py", "SMOOTHING = 16", "SMOOTHING = 17"),
     "another evaluation": ("scripts/passkey.py", "LARGEST_KEY = 50000", "LARGEST_KEY = 5"),
