@@ -95,18 +95,17 @@ def build_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScal
     return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
 
-def step_unless(overflow: Tensor | None, optimizer: torch.optim.Optimizer) -> None:
-    """Step unless `overflow`, a float32 tensor, is 1; None: gradients do not overflow.
+def step_unless(is_bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step unless `is_bad`, a float32 tensor, is 1.
 
     GradScaler.step would decide for each optimizer by its own gradients. A fused optimizer reads
     the tensor on the device, as GradScaler has it do. For other optimizers, such as Muon, the host
     waits.
     """
-    if overflow is not None:
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = overflow  # type: ignore[attr-defined]
-        elif overflow.item():
-            return
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = is_bad  # type: ignore[attr-defined]
+    elif is_bad.item():
+        return
     optimizer.step()
 
 

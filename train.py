@@ -281,11 +281,11 @@ def train_step(
     batch: StepBatch,
     grad_clip: float,
 ) -> tuple[Tensor, Tensor]:
-    """Update the model once, by the gradient of the batch's loss; the host waits for nothing.
+    """Update the model once, by the gradient of the batch's loss; with AdamW the host never waits.
 
     Returns the loss, averaged over ranks, and the gradient norm before clipping (grad_clip = 0: no
-    clipping), on the device. Both are the same on all ranks. In float16 gradients overflow now and
-    then: such a step changes the loss scale alone.
+    clipping), on the device. Both are the same on all ranks; if one is not finite, the weights do
+    not change.
     """
     scaler = training.scaler
     total = torch.zeros((), device=training.device)
@@ -300,16 +300,14 @@ def train_step(
     for optimizer in training.optimizers:
         scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), grad_clip or math.inf)
-    overflow = None
-    if scaler.is_enabled():
-        overflow = (~norm.isfinite()).float()
-    for optimizer in training.optimizers:
-        step_unless(overflow, optimizer)
-        optimizer.zero_grad(set_to_none=True)
-    scaler.update()
     if dist.is_initialized():
         dist.all_reduce(total, dist.ReduceOp.SUM)
         total /= dist.get_world_size()
+    is_bad = ~(total.isfinite() & norm.isfinite())
+    for optimizer in training.optimizers:
+        step_unless(is_bad.float(), optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    scaler.update()
     return total, norm
 
 

@@ -391,6 +391,30 @@ def test_a_step_is_one_update_by_the_gradient_of_the_sum(clip):
 
 
 @pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_leaves_the_weights(bad, fused):
+    model = nn.Sequential(nn.Linear(2, 1))
+    before = copy_of_parameters(model)
+
+    def loss_fn(x, y):
+        return model(x).square().sum()
+
+    y = torch.zeros(1)
+    good_pair = (torch.ones(1, 2), y)
+    bad_pair = (torch.full((1, 2), bad), y)
+    batch = StepBatch([good_pair, bad_pair], divisor=1, tokens=0)
+    adamw = functools.partial(torch.optim.AdamW, fused=fused)
+    training = training_of(model, lr=1.0, optimizer=adamw)
+    loss, norm = train_step(training, loss_fn, batch, grad_clip=1.0)
+    assert not math.isfinite(loss)
+    assert not math.isfinite(norm)
+    assert identical(copy_of_parameters(model), before)
+    for state in training.optimizers[0].state.values():
+        assert not any(value.any() for value in state.values())
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("fused", [True, False])
 def test_a_float16_step_that_overflows_only_lowers_the_scale(fused):
     """In one layer alone; the optimizer of the other one is skipped, too."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
