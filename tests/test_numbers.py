@@ -5,6 +5,8 @@ every number rounded to it, and in float64, which is the truth. The error of Att
 in every gradient, is at most twice that of the first, up to the floors below.
 """
 
+import zlib
+
 import pytest
 import torch
 
@@ -39,7 +41,7 @@ def floor(name, keys, dtype):
     if name in LEARNABLE:
         return 48 * eps
     if keys <= 5:
-        return 24 * eps
+        return 16 * eps
     return 4 * eps
 
 
@@ -76,11 +78,14 @@ class Evaluations:
 @pytest.mark.parametrize("case", ROWS)
 def test_at_most_twice_the_error_of_the_formula_in_the_same_dtype(case, dtype):
     for i, (L, window) in enumerate(SIZES):
-        # each pair of length and head size in a third of the rows
-        head_size = (16, 64, 128)[(i + ROWS.index(case)) % 3]
+        # each pair of length and head size in about a third of the rows; other rows do not matter
+        head_size = (16, 64, 128)[(i + zlib.crc32(case.encode())) % 3]
         evaluations = Evaluations(case, head_size, window)
+        keys = min(L, window or L)
         draws = 1
         B = max(1, 64 // L)
+        if keys <= 5:  # the ratio of two small errors: one draw says little
+            draws = 8
         if list(evaluations.layer.parameters()):  # few gradients: as many as 8 draws have
             draws = 8
             B = 1
@@ -88,7 +93,6 @@ def test_at_most_twice_the_error_of_the_formula_in_the_same_dtype(case, dtype):
         for n in range(draws):
             seed = 100 * n
             evaluations.add(draw_off_kinks(rows, L, head_size, dtype, B, seed, window))
-        keys = min(L, window or L)
         for name in evaluations.exact[0]:
             error, bar = evaluations.errors(name, keys)
             assert bar.isfinite()
