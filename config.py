@@ -199,6 +199,12 @@ class Config:
     )
     # ---- optimisation ----
     systems: int = setting(10_000_000, "Systems of 'orbits' to train on.", at_least=1, needs=ORBITS)
+    align_documents: bool = setting(
+        False,
+        "Training windows begin at a document, packed by best fit; what does not fit is cropped "
+        "(nanochat).",
+        needs=LANGUAGE,
+    )
     first_batch: int = setting(
         0, "Batches to skip, so that a second run reads new data (SSMax (f)).", at_least=0
     )
@@ -774,11 +780,12 @@ def check_training(config: Config) -> None:
         raise UserError("task = 'orbits' has no head to tie: add tie_embeddings = False")
     if config.n_vocab > 65536:  # n_vocab raises for a tokenizer that does not exist
         raise UserError(f"{config.n_vocab} token ids are more than the 65536 of a uint16")
-    if config.document_mask and config.end_of_text >= config.text_ids:
-        raise UserError(
-            f"document_mask needs end-of-text, id {config.end_of_text} of tokenizer = "
-            f"{config.tokenizer!r}, but vocab_size = {config.vocab_size} leaves it out"
-        )
+    for key in ("document_mask", "align_documents"):
+        if getattr(config, key) and config.end_of_text >= config.text_ids:
+            raise UserError(
+                f"{key} needs end-of-text, id {config.end_of_text} of tokenizer = "
+                f"{config.tokenizer!r}, but vocab_size = {config.vocab_size} leaves it out"
+            )
     if config.min_lr > config.learning_rate:
         raise UserError(f"min_lr = {config.min_lr} is above learning_rate = {config.learning_rate}")
     ramps = config.warmup_iters + config.cooldown_iters

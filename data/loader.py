@@ -24,6 +24,7 @@ from torch import Tensor
 
 from data.shards import (
     Identity,
+    Shard,
     Tokens,
     check_ids,
     has_token,
@@ -31,7 +32,7 @@ from data.shards import (
     list_shards,
     open_shards,
     read_shard,
-    read_windows,
+    read_spans,
 )
 from errors import UserError
 
@@ -77,12 +78,16 @@ class Loader(ABC):
     tokens: int  # of an epoch
     val_tokens: int  # of the whole validation set, each with a target
     documents: Documents | None = None  # with document_mask
+    cropped: float = 0.0  # share of an epoch's tokens that align_documents leaves out
 
     def __init__(self, n_windows: int, batching: Batching) -> None:
         if n_windows < batching.batch_size:
             min_tokens = batching.batch_size * batching.block_size + 1
+            tokens = f"{self.tokens} tokens"
+            if self.cropped:
+                tokens += f", of which align_documents crops {self.cropped:.1%}"
             raise UserError(
-                f"{self.source}: an epoch has {self.tokens} tokens, {n_windows} windows of "
+                f"{self.source}: an epoch has {tokens}, {n_windows} windows of "
                 f"{batching.block_size} tokens and a target, but one batch takes "
                 f"{batching.batch_size}, that is at least {min_tokens} tokens"
             )
@@ -143,18 +148,14 @@ class TokenLoader(Loader):
         self.data_dir = data_dir
         self.source = str(data_dir)
         self.vocab_size = vocab_size
-        self._files = []
-        self.tokens = 0
-        first_window = [0]
-        for file, tokens in open_shards(list_shards(data_dir, "train")):
-            self._files.append(file)
-            self.tokens += tokens
-            first_window.append(first_window[-1] + (tokens - 1) // batching.block_size)
+        shards = open_shards(list_shards(data_dir, "train"))
+        self._files = [file for file, _ in shards]
+        self.tokens = sum(tokens for _, tokens in shards)
         # index of each shard's first window, then the total number of windows
-        self.first_window = np.array(first_window)
+        self.first_window = np.cumsum([0, *self._count_windows(shards, batching)])
         val_shards = open_shards(list_shards(data_dir, "val"))
         self.val_tokens = sum(tokens for _, tokens in val_shards) - 1
-        super().__init__(first_window[-1], batching)
+        super().__init__(int(self.first_window[-1]), batching)
 
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
         T = self.batching.block_size
@@ -187,7 +188,7 @@ class TokenLoader(Loader):
         count = min(self.n_windows, SAMPLED_WINDOWS)
         sample = np.linspace(0, self.n_windows - 1, count, dtype=np.int64)
         T = self.batching.block_size
-        tokens = read_windows(self._files, self._places(sample), T, self.vocab_size)
+        tokens = self._read_windows(sample)[:, :T]
         is_start = tokens == end_of_text
         is_start[:, 0] = True
         token = np.arange(T)
@@ -196,20 +197,28 @@ class TokenLoader(Loader):
         names = [path.name for split in without for path in split]
         return Documents(is_start.sum() / count, quartiles, names)
 
-    def _locate(self, step: int) -> Ints:
-        """Shard index and token offset of each sequence of this rank, [b, 2]."""
-        return self._places(self._windows(step))
+    def _count_windows(self, shards: list[Shard], batching: Batching) -> list[int]:
+        """How many windows each shard has."""
+        return [(tokens - 1) // batching.block_size for _, tokens in shards]
 
-    def _places(self, window: Ints) -> Ints:
-        """Shard index and token offset of each of these windows, [b, 2]."""
-        shard = np.searchsorted(self.first_window, window, side="right") - 1
-        offset = (window - self.first_window[shard]) * self.batching.block_size
-        return np.stack((shard, offset), axis=1)
+    def _shard(self, window: Ints) -> Ints:
+        """The index of the shard of each of these windows."""
+        return np.searchsorted(self.first_window, window, side="right") - 1
+
+    def _spans(self, window: Ints) -> Ints:
+        """The spans that these windows are made of, [n, 3]: shard, first token, length."""
+        T = self.batching.block_size
+        shard = self._shard(window)
+        start = (window - self.first_window[shard]) * T
+        return np.stack((shard, start, np.full_like(start, T + 1)), axis=1)
+
+    def _read_windows(self, window: Ints) -> Tokens:
+        """The tokens of these windows, [b, T + 1]."""
+        tokens = read_spans(self._files, self._spans(window), self.vocab_size)
+        return tokens.reshape(len(window), -1)
 
     def _read(self, step: int) -> Batch:
-        length = self.batching.block_size + 1
-        windows = read_windows(self._files, self._locate(step), length, self.vocab_size)
-        return inputs_and_targets(windows, self.device)
+        return inputs_and_targets(self._read_windows(self._windows(step)), self.device)
 
 
 def epoch_order(begin: int, count: int, n: int, seed: int) -> Ints:

@@ -40,6 +40,7 @@ START_BYTES = 1 << 20
 Identity = dict[str, str]
 
 Tokens = NDArray[np.uint16]
+Shard = tuple[FileIO, int]  # an open file, and its number of tokens
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -85,7 +86,7 @@ def write_shard(path: str | Path, tokens: Tokens) -> None:
         file.write(np.ascontiguousarray(tokens, dtype=TOKEN).data)
 
 
-def open_shard(path: str | Path) -> tuple[FileIO, int]:
+def open_shard(path: str | Path) -> Shard:
     """Open a shard; returns its file, and its number of tokens by its header.
 
     Raises UserError if the file is missing, is not a shard of this version, or does not have
@@ -114,7 +115,7 @@ def byte_offset(index: int) -> int:
     return HEADER_BYTES + index * TOKEN.itemsize
 
 
-def open_shards(paths: list[Path]) -> list[tuple[FileIO, int]]:
+def open_shards(paths: list[Path]) -> list[Shard]:
     """Open many shards as `open_shard` does, after raising the limit on open files, often 1,024."""
     import resource  # Windows has none
 
@@ -135,28 +136,29 @@ def has_token(path: Path, token: int) -> bool:
     return token in read_shard(path, START_BYTES) or token in read_shard(path)
 
 
-def read_windows(
-    files: Sequence[FileIO], places: NDArray[np.int64], length: int, vocab_size: int
-) -> Tokens:
-    """Read the windows [n, length] at `places` [n, 2]: the index of a file, and of a token in it.
+def read_spans(files: Sequence[FileIO], spans: NDArray[np.int64], vocab_size: int) -> Tokens:
+    """Read spans [n, 3], one after another: the index of a file, of a token in it, and a length.
 
     Only these bytes are read; a page fault of a memory map would read megabytes ahead. Raises
-    UserError if a file ends before its window does, or a token is not below `vocab_size`.
+    UserError if a file ends before its span does, or a token is not below `vocab_size`.
     """
-    windows = np.empty((len(places), length), dtype=TOKEN)
+    tokens = np.empty(spans[:, 2].sum(), dtype=TOKEN)
     if hasattr(os, "posix_fadvise"):  # not on macOS
-        # a disk that knows all windows reads many at the same time
-        for index, start in places.tolist():
+        # a disk that knows all spans reads many at the same time
+        for index, start, length in spans.tolist():
             descriptor = files[index].fileno()
-            size = windows[0].nbytes
+            size = length * TOKEN.itemsize
             os.posix_fadvise(descriptor, byte_offset(start), size, os.POSIX_FADV_WILLNEED)
-    for window, (index, start) in zip(windows, places.tolist(), strict=True):
+    end = 0
+    for index, start, length in spans.tolist():
         file = files[index]
-        bytes_read = os.preadv(file.fileno(), [window.data], byte_offset(start))
-        if bytes_read < window.nbytes:
+        span = tokens[end : end + length]
+        end += length
+        bytes_read = os.preadv(file.fileno(), [span.data], byte_offset(start))
+        if bytes_read < span.nbytes:
             raise UserError(f"{file.name} has shrunk: it ends before token {start + length}")
-        check_ids(file.name, window, vocab_size, start)
-    return windows
+        check_ids(file.name, span, vocab_size, start)
+    return tokens
 
 
 def is_whole(folder: Path, shard: Entry) -> bool:

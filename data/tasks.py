@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from config import Config
+from data.aligned import AlignedLoader
 from data.loader import Batch, Batches, Batching, Loader, TokenLoader
 from data.orbits import OrbitLoader
 from data.recall import RecallLoader
@@ -61,7 +62,12 @@ def check_vocabulary(config: Config) -> None:
 
 def open_text(config: Config, batching: Batching) -> TokenLoader:
     check_tokenizer(config.data_dir, config.tokenizer)
-    loader = TokenLoader(config.data_dir, batching, config.text_ids)
+    arguments = (config.data_dir, batching, config.text_ids)
+    loader: TokenLoader
+    if config.align_documents:
+        loader = AlignedLoader(*arguments, config.end_of_text)
+    else:
+        loader = TokenLoader(*arguments)
     if config.document_mask:
         loader.documents = loader.measure_documents(config.end_of_text)
     return loader
@@ -93,6 +99,7 @@ class AlternatingLoader(Loader):
         self.tokens = 2 * text.tokens
         self.val_tokens = text.val_tokens
         self.documents = text.documents
+        self.cropped = text.cropped
         super().__init__(2 * text.n_windows, text.batching)
 
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:

@@ -244,6 +244,10 @@ def describe(
     by_layer = [windows_of(layer) for layer in training.model.attention_layers()]
     if len(set(by_layer)) > 1:
         lines.append(f"windows by layer: {', '.join(by_layer)}")
+    if loader is not None and config.align_documents:
+        lines.append(
+            f"windows begin at a document: {loader.cropped:.1%} of the training tokens are cropped"
+        )
     if loader is not None and loader.documents is not None:
         lines += describe_documents(loader.documents)
     for key, (before, now) in training.changes.items():

@@ -14,7 +14,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from data.shards import write_meta, write_shard
+from data.shards import read_shard, write_meta, write_shard
 from data.tokenizer import get_tokenizer
 from tests.corpora import make_documents, write_parquet
 from tests.helpers import SMALL, set_meta, write_scale
@@ -35,6 +35,18 @@ def shards(tmp_path_factory):
         tokens[0] = 256
         write_shard(folder / f"text_{name}.bin", tokens)
     write_meta(folder, set_meta("bytes"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def documents(shards, tmp_path_factory):
+    """The shards, with ends of text."""
+    folder = shutil.copytree(shards, tmp_path_factory.mktemp("documents") / "data")
+    generator = np.random.default_rng(0)
+    for path in folder.glob("*.bin"):
+        tokens = read_shard(path)
+        tokens[generator.random(len(tokens)) < 0.15] = 256
+        write_shard(path, tokens)
     return folder
 
 

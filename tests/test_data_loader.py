@@ -131,8 +131,8 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_batch(data_dir):
     tokens[T + 3 : T + 5] = 1050
     shards.write_shard(path, tokens)
     loader = open_loader(data_dir, 1, seed=0)
-    places = [loader._locate(step).tolist() for step in range(19)]
-    bad = places.index([[2, T]])
+    spans = [loader._spans(loader._windows(step)).tolist() for step in range(19)]
+    bad = spans.index([[2, T, T + 1]])
     for step in range(19):
         if step != bad:
             loader.batch(step)

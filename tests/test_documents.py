@@ -194,18 +194,6 @@ def test_blocks_compile_without_graph_breaks(case, monkeypatch):
 # ---- a run ----
 
 
-@pytest.fixture(scope="module")
-def documents(shards, tmp_path_factory):
-    """The shards, with ends of text."""
-    folder = shutil.copytree(shards, tmp_path_factory.mktemp("documents") / "data")
-    generator = np.random.default_rng(0)
-    for path in folder.glob("*.bin"):
-        tokens = read_shard(path)
-        tokens[generator.random(len(tokens)) < 0.15] = END
-        write_shard(path, tokens)
-    return folder
-
-
 MASKED = ("configs/ssmax.py", "--document_mask")
 
 
