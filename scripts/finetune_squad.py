@@ -85,6 +85,7 @@ class FineTuning:
     learning_rate: float = option(2e-5, "peak learning rate")
     sequences: int = option(128, "examples a step", at_least=1)
     batch_size: int = option(8, "examples a micro-batch", at_least=1)
+    first_batch: int = option(0, "batch of the first step; skips those that diverge", at_least=0)
     checkpoint: str = option("latest", "checkpoint of the run", choices=("latest", "best"))
     resume: bool = option(False, "continue the run in --out_dir from its last checkpoint")
     device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
@@ -168,6 +169,7 @@ def recipe(run: str, base: Config, out: Path, options: FineTuning) -> Config:
         resume=options.resume,
         total_batch_size=options.sequences * base.block_size,
         batch_size=math.gcd(options.sequences, options.batch_size),
+        first_batch=options.first_batch,
         optimizer="adamw",
         learning_rate=options.learning_rate,
         min_lr=0.0,
@@ -206,7 +208,8 @@ def train(training: Training, config: Config, examples: list[Example], options: 
                 break
 
             monitor.begin()
-            batch = batch_of_step(training.step, examples, options, config.seed, device)
+            number = config.first_batch + training.step
+            batch = fetch_batch(number, examples, options, config.seed, device)
             # a variant that draws random numbers draws the same ones in a resumed run
             torch.manual_seed(hash((config.seed, training.step, 0)))
             lr = learning_rate(training.step, config)
@@ -282,22 +285,22 @@ def hash_of(examples: list[Example]) -> str:
     return digest.hexdigest()
 
 
-def examples_of_step(
-    step: int, examples: list[Example], sequences: int, seed: int
+def examples_of_batch(
+    number: int, examples: list[Example], sequences: int, seed: int
 ) -> list[Example]:
-    """Return the examples of a step, a pure function of (seed, step); the longest last."""
-    epoch, step_of_epoch = divmod(step, math.ceil(len(examples) / sequences))
-    begin = step_of_epoch * sequences
+    """Return the examples of a batch, a pure function of (seed, number); the longest last."""
+    epoch, batch_of_epoch = divmod(number, math.ceil(len(examples) / sequences))
+    begin = batch_of_epoch * sequences
     end = min(len(examples), begin + sequences)
     order = shuffled(np.arange(begin, end), len(examples), seed, epoch)
     return sorted((examples[i] for i in order), key=lambda example: len(example.tokens))
 
 
-def batch_of_step(
-    step: int, examples: list[Example], options: FineTuning, seed: int, device: torch.device
+def fetch_batch(
+    number: int, examples: list[Example], options: FineTuning, seed: int, device: torch.device
 ) -> StepBatch:
-    """Return the micro-batches of a step, whose loss is averaged over its examples."""
-    chosen = examples_of_step(step, examples, options.sequences, seed)
+    """Return the micro-batches of a step, whose loss is averaged over the batch's examples."""
+    chosen = examples_of_batch(number, examples, options.sequences, seed)
     micro_batches = []
     for begin in range(0, len(chosen), options.batch_size):
         micro_batches.append(tensors(chosen[begin : begin + options.batch_size], device))

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 
 import numpy as np
@@ -65,7 +66,7 @@ def test_squad_epochs_take_every_example_once():
         examples.append(finetune_squad.Example(np.full(3, i, np.uint16), answer_length=1))
 
     def first_tokens(step):
-        batch = finetune_squad.examples_of_step(step, examples, 4, seed=7)
+        batch = finetune_squad.examples_of_batch(step, examples, 4, seed=7)
         return [int(example.tokens[0]) for example in batch]
 
     for epoch in (0, 1):
@@ -120,7 +121,7 @@ def test_the_schedule_and_the_settings_are_the_papers(run, squad, call, tmp_path
     checkpoint.load_weights(model, run)
     examples = finetune_squad.encode_all(finetune_squad.read_squad(squad), config)
     answer_losses = []
-    for example in finetune_squad.examples_of_step(0, examples, 16, config.seed):
+    for example in finetune_squad.examples_of_batch(0, examples, 16, config.seed):
         tokens = torch.from_numpy(example.tokens.astype(np.int64))
         token_losses = model.token_losses(tokens[None, :-1], tokens[None, 1:])[0]
         answer_losses.append(token_losses[-example.answer_length :].sum().item())
@@ -196,12 +197,31 @@ def test_finetuning_saves_at_intervals_and_stops_where_it_diverges(
     with pytest.raises(SystemExit) as stop:
         call(finetune_squad, run, f"--squad={squad}", f"--out_dir={out}", "--sequences=16")
     assert stop.value.code == 1
-    assert "error: step 5: loss" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "error: step 5: loss" in message
     assert rates[:4] == list(metrics(out, "lr").values())
     assert len(rates) == len(set(seeds)) == 5
     config = run_folder.read_config(out)
     names = ["step_000000.pt", "step_000002.pt", "step_000004.pt"]
     assert sorted(checkpoints(out)) == names[-config.keep_last :]
+
+    # as the message says
+    settings = re.findall(r"--(?:resume|learning_rate=\S+|first_batch=\d+)", message)
+    settings = [setting.rstrip(";") for setting in settings]
+    assert settings == ["--resume", "--learning_rate=1e-05", "--first_batch=1"]
+    fetch_batch = finetune_squad.fetch_batch
+    numbers = []
+
+    def fetches(number, *arguments):
+        numbers.append(number)
+        return fetch_batch(number, *arguments)
+
+    monkeypatch.setattr(finetune_squad, "fetch_batch", fetches)
+    monkeypatch.setattr(finetune_squad, "train_step", train_step)
+    arguments = (run, f"--squad={squad}", f"--out_dir={out}", "--sequences=16")
+    call(finetune_squad, *arguments, *settings)
+    assert numbers == list(range(5, 31))  # of steps 4 to 29: the batch that diverged is skipped
+    assert saved(out)["step"] == 30
 
 
 def test_finetuning_stops_before_it_saves_weights_that_are_not_finite(
