@@ -13,6 +13,7 @@ from attention_paths.factored import Factors, factored
 from attention_paths.fused import fused, obstacle, variant_obstacle
 from attention_paths.reference import ALL, NO_CONTEXT, Context, ReferenceAttention
 from attention_paths.sdpa import sdpa
+from attention_paths.varlen import varlen, varlen_obstacle
 from errors import UserError
 
 
@@ -60,7 +61,7 @@ class Attention(ReferenceAttention):
         path = self.path(q, k.shape[2], context)
         if path == "reference":
             return super().forward(q, k, v, context)
-        compute = {"triton": fused, "sdpa": sdpa, "blocked": blocked}[path]
+        compute = {"triton": fused, "sdpa": sdpa, "varlen": varlen, "blocked": blocked}[path]
         with torch.autocast(q.device.type, enabled=False):
             return compute(self, q, k, v, context)
 
@@ -79,18 +80,22 @@ class Attention(ReferenceAttention):
         return rows
 
     def path(self, q: Tensor, Lk: int, context: Context = NO_CONTEXT) -> str:
-        """Return the path to take: 'sdpa', 'triton', 'blocked' or 'reference'.
+        """Return the path to take: 'sdpa', 'varlen', 'triton', 'blocked' or 'reference'.
 
-        On a GPU softmax with a window takes the kernels, because torch's fastest attention takes no
-        mask. With documents the kernels cannot run. Raises UserError where `impl` requires kernels
-        that cannot run.
+        Softmax at any scale takes torch's attention; on a GPU, where SDPA's FlashAttention takes no
+        mask, windows and documents take varlen_attn, or where it cannot run the kernels. With
+        documents the kernels cannot run. Raises UserError where `impl` requires kernels that cannot
+        run.
         """
         if self.impl not in ("auto", "triton"):
             return self.impl
         by_sdpa = self.impl == "auto" and self.is_plain_softmax(context)
-        masked = self.window is not None and self.window < Lk
+        has_window = self.window is not None and self.window < Lk
+        masked = has_window or context.document_positions is not None
         if by_sdpa and not (masked and q.is_cuda):
             return "sdpa"
+        if by_sdpa and varlen_obstacle(q, Lk) is None:
+            return "varlen"
         reason = obstacle(self, q, context)
         if reason is None and (q.is_cuda or self.impl == "triton"):
             return "triton"

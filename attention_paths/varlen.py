@@ -1,0 +1,120 @@
+"""Softmax at any scale within windows and documents, by torch's varlen_attn: FlashAttention.
+
+varlen_attn attends within sequences of different lengths, one behind the other in a single tensor:
+here the documents of a batch.
+"""
+
+import inspect
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from attention import l2_normalise
+from attention_paths.reference import Context, ReferenceAttention
+
+# FlashAttention's largest head.
+LARGEST_HEAD = 256
+# Tokens that a document of a batch has on average, at least: FineWeb's have 690. The number of
+# sequences is fixed, because torch.compile would compile the model again for another one, and
+# FlashAttention launches thread blocks for each of them, also if it is empty.
+SHORTEST_MEAN = 32
+
+
+def varlen_obstacle(q: Tensor, Lk: int) -> str | None:
+    """Say why varlen_attn cannot take queries like q [B, H, Lq, d] of Lk keys; None if it can."""
+    if not q.is_cuda or torch.version.hip is not None:
+        return "it needs an NVIDIA GPU"
+    if q.dtype.itemsize != 2:
+        return f"it computes in 16 bits, not in {q.dtype}"
+    if q.shape[2] != Lk:
+        return "some keys are in a cache"
+    if q.shape[3] % 8 or q.shape[3] > LARGEST_HEAD:
+        return f"head size {q.shape[3]} is not a multiple of 8 up to {LARGEST_HEAD}"
+    major, minor = torch.cuda.get_device_capability(q.device)
+    if major < 8:
+        return f"it needs compute capability 8.0 or newer, and this is {major}.{minor}"
+    if not has_windows():
+        return f"torch {torch.__version__} has no varlen_attn with windows"
+    return None
+
+
+@cache
+def has_windows() -> bool:
+    """Tell whether torch has a varlen_attn that takes windows, as it does from 2.13 on."""
+    try:
+        # imported here because it loads _dynamo, which takes a second
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+def varlen(
+    layer: ReferenceAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: Context,
+) -> Tensor:
+    """The output [B, H, L, d] of `ReferenceAttention.forward`, for a variant that is softmax."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    B, H, L, d = q.shape
+    if layer.variant.l2_normalise:
+        q, k = l2_normalise(q), l2_normalise(k)
+    rows = layer.rows(q, L, context)
+    scale = rows.score_scale * layer.variant.scale(rows)
+    if isinstance(scale, Tensor):  # one for each row: varlen_attn takes a single number
+        q, scale = q * scale, 1.0
+    boundaries = sequence_boundaries(B, L, context.document_positions, q.device)
+    reach = -1 if layer.window is None else layer.window - 1  # keys before a query's own
+    out = varlen_attn(
+        packed(q.to(v.dtype)),
+        packed(k.to(v.dtype)),
+        packed(v),
+        boundaries,
+        boundaries,
+        L,
+        L,
+        scale=scale,
+        window_size=(reach, 0),
+        enable_gqa=k.shape[1] != H,
+    )
+    assert isinstance(out, Tensor)  # a tuple where more is asked for
+    return out.view(B, L, H, d).transpose(1, 2)
+
+
+def packed(x: Tensor) -> Tensor:
+    """Return [B, H, L, d] as [B L, H, d]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def sequence_boundaries(
+    B: int,
+    L: int,
+    document_positions: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """Return where the sequences of B rows of L tokens begin and the last one ends, int32.
+
+    Of rows that hold documents, whose tokens have these positions [B, L], each document is a
+    sequence; empty sequences follow, so that the shape depends on B and L alone. On more documents
+    than B L / SHORTEST_MEAN + B the device stops with an assertion.
+    """
+    if document_positions is None:
+        return torch.arange(0, B * L + 1, L, dtype=torch.int32, device=device)
+    is_start = (document_positions == 0).flatten()
+    most = B * L // SHORTEST_MEAN + B
+    torch._assert_async(
+        is_start.sum() <= most,
+        f"a batch of {B} x {L} tokens has more than {most} documents, for which varlen_attn has no "
+        "room: attention_impl = 'triton' takes any number",
+    )
+    # start i goes to place i of its row; tokens within a document to the last place
+    place = torch.where(is_start, is_start.cumsum(0) - 1, most).clamp_max(most)
+    boundaries = torch.full((most + 1,), B * L, dtype=torch.int32, device=device)
+    token = torch.arange(B * L, dtype=torch.int32, device=device)
+    boundaries = boundaries.scatter(0, place, token)
+    boundaries[most] = B * L
+    return boundaries

@@ -1,0 +1,139 @@
+"""The call of torch's varlen_attn, which needs a GPU: here a function of its documented meaning."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.attention.varlen
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attention_paths import varlen
+from attention_paths.reference import NO_CONTEXT, Context
+from layers.documents import positions_in_documents
+from tests.test_attention import (
+    SDPA_CASES,
+    assert_all_near,
+    build,
+    draw,
+    leaves,
+    with_gradients,
+)
+from tests.test_documents import END, packed_tokens
+
+BFLOAT16 = torch.bfloat16
+
+
+def documented_varlen_attn(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+):
+    """Attention within sequences, one after the other; window_size: keys to the left and right."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert cu_seq_q[0] == cu_seq_k[0] == 0
+    assert cu_seq_q[-1] == len(query)
+    assert cu_seq_k[-1] == len(key) == len(value)
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    left, right = window_size
+    outputs = []
+    for begin, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
+        assert 0 <= end - begin <= min(max_q, max_k)
+        position = torch.arange(end - begin)
+        distance = position[:, None] - position
+        mask = distance >= -right
+        if left >= 0:
+            mask &= distance <= left
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(out.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("case", SDPA_CASES)
+def test_the_call_computes_the_reference(case, kv_heads, window, documents, monkeypatch):
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", documented_varlen_attn)
+    monkeypatch.setattr(varlen, "SHORTEST_MEAN", 4)
+    attn = build(case, "--n_head=4", f"--n_kv_head={kv_heads}", f"--window={window}").double()
+    attn.impl = "reference"
+    q, k, v = draw(16, 16, B=2, H=4)
+    inputs = leaves(q, k[:, :kv_heads], v[:, :kv_heads])
+    context = NO_CONTEXT
+    if documents:
+        context = Context(document_positions=positions_in_documents(packed_tokens() == END))
+    expected = with_gradients(attn, attn, inputs, context)
+    call = functools.partial(varlen.varlen, attn)
+    assert_all_near(with_gradients(call, attn, inputs, context), expected)
+
+
+def test_boundaries_have_one_shape_and_graph(monkeypatch):
+    """Also of other documents: a document of one token, one that fills the sequence."""
+    monkeypatch.setattr(varlen, "SHORTEST_MEAN", 4)
+    counter = CompileCounter()
+    boundaries = torch.compile(varlen.sequence_boundaries, backend=counter, fullgraph=True)
+    device = torch.device("cpu")
+    for starts in ([], [1], [7], [3, 4, 6, 7]):
+        is_start = torch.zeros(2, 8, dtype=torch.bool)
+        is_start[1, starts] = True
+        positions = positions_in_documents(is_start)
+        expected = [0, 8, *(8 + start for start in starts)]
+        expected += [16] * (7 - len(expected))
+        assert boundaries(2, 8, positions, device).tolist() == expected
+    assert counter.frame_count == 1
+    is_start[0, 2] = True
+    with pytest.raises(RuntimeError, match="2 x 8 tokens has more than 6 documents"):
+        varlen.sequence_boundaries(2, 8, positions_in_documents(is_start), device)
+
+
+@pytest.mark.parametrize("case", ["softmax.py", "ssmax.py"])
+def test_torchs_operator_takes_the_arguments(case):
+    """The operator itself, with its gradients, without its kernels."""
+    with FakeTensorMode():
+        attn = build(case, "--n_head=4", "--n_kv_head=2", "--window=100")
+        x = torch.empty(2, 300, 8, attn.head_size, dtype=BFLOAT16, requires_grad=True)
+        q, k, v = x.transpose(1, 2).split((4, 2, 2), dim=1)
+        positions = torch.zeros(2, 300, dtype=torch.int32)
+        out = varlen.varlen(attn, q, k, v, Context(document_positions=positions))
+        assert out.shape == q.shape
+        assert out.dtype == BFLOAT16
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+        assert gradient.shape == x.shape
+
+
+def test_the_path_of_softmax_on_a_gpu(monkeypatch):
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    documents = Context(document_positions=torch.zeros(1, 300, dtype=torch.int32))
+
+    def path(*settings, dtype=BFLOAT16, queries=300, context=NO_CONTEXT):
+        attn = build("softmax.py", "--n_embd=64", "--n_head=1", *settings)
+        with FakeTensorMode():
+            q = torch.empty(1, 1, queries, attn.head_size, device="cuda", dtype=dtype)
+        monkeypatch.setattr("attention_paths.module.obstacle", lambda *_: "not asked for")
+        return attn.path(q, 300, context)
+
+    assert path() == "sdpa"
+    assert path("--window=300") == "sdpa"
+    assert path("--window=100") == "varlen"
+    assert path(context=documents) == "varlen"
+    assert path("--window=100", "--softcap=5") == "blocked"
+    for options in (
+        {"dtype": torch.float32},
+        {"queries": 7},  # the others' keys are in a cache
+    ):
+        assert path("--window=100", **options) == "sdpa"
+    assert path("--window=100", "--n_embd=36") == "sdpa"
+    capability = (7, 5)
+    assert path("--window=100") == "sdpa"
