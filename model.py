@@ -376,11 +376,14 @@ class GPT(nn.Module):
         if self.document_start is not None:
             is_mark = idx == self.document_start
             is_start = is_mark if is_start is None else is_mark | is_start
-        elif is_start is None and cache is not None and cache.document_length is not None:
+        read = None if cache is None else cache.document_length
+        if is_start is None and read is not None:
             is_start = torch.zeros_like(idx, dtype=torch.bool)  # the cache's documents go on
         document_positions = None
         if is_start is not None:
-            document_positions = positions_in_documents(is_start, cache)
+            document_positions = positions_in_documents(is_start, read)
+            if cache is not None:
+                cache.document_length = document_positions[:, -1:] + 1
         return self.trunk(self.wte(idx), cache, document_positions)
 
     def logits(self, x: Tensor) -> Tensor:

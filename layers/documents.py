@@ -4,24 +4,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layers.cache import KVCache
 
-
-def positions_in_documents(is_start: Tensor, cache: KVCache | None = None) -> Tensor:
+def positions_in_documents(is_start: Tensor, read: Tensor | None = None) -> Tensor:
     """Return the position of each token in its document, int32 [B, L], from 0 where it `is_start`.
 
-    A sequence begins within a document: the last one of the cache, whose length is updated, or one
-    that begins with the sequence.
+    A sequence begins within a document of which `read` [B, 1] tokens came before; None: 0.
     """
     token = torch.arange(is_start.shape[1], dtype=torch.int32, device=is_start.device)
-    begins_at = torch.zeros((), dtype=torch.int32, device=is_start.device)
-    if cache is not None and cache.document_length is not None:
-        begins_at = -cache.document_length
+    begins_at = token[:1] if read is None else -read
     first = torch.where(is_start, token, begins_at).cummax(dim=1).values
-    positions = token - first
-    if cache is not None:
-        cache.document_length = positions[:, -1:] + 1
-    return positions
+    return token - first
 
 
 def document_lengths(positions: Tensor, following: int) -> Tensor:

@@ -324,10 +324,9 @@ def test_what_cannot_mask_documents_refuses_them(words_file, tmp_path, train, do
     assert load_config([f"--tokenizer={words_file}", "--document_mask"]).end_of_text == 6
 
 
-def test_commands_that_read_no_documents_refuse_them(train, documents, call, tmp_path, refused):
-    from scripts import attention_maps, benchmark, export_hf
+def test_commands_that_read_no_documents_refuse_them(train, documents, call, refused):
+    from scripts import attention_maps, benchmark
 
     run = train("run", *MASKED, f"--data_dir={documents}", "--max_iters=0")
-    refused(call, export_hf, run, tmp_path / "exported", says="trained with document_mask, which")
     refused(call, attention_maps, run, says="cannot measure a run with document_mask")
     refused(call, benchmark, "configs/softmax.py", "--document_mask", says="takes no --document_m")
