@@ -5,8 +5,9 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from layers.cache import KVCache, RaggedCache
+from layers.cache import KVCache
 from model import GPT
 
 # The lowest temperature that logits are divided by: float32 may round a lower one to 0.
@@ -18,10 +19,11 @@ Prompts = TypeVar("Prompts", Tensor, list[Tensor])
 def next_logits(
     model: GPT,
     new: Tensor,
-    cache: KVCache | RaggedCache,
+    cache: KVCache,
+    is_start: Tensor | None = None,
 ) -> Tensor:
     """Return the float32 logits [B, n_vocab] of the token after the cache and then new [B, L]."""
-    last = model.hidden(new, cache)[:, -1]
+    last = model.hidden(new, cache, is_start)[:, -1]
     with torch.autocast(last.device.type, enabled=False):  # bfloat16 logits would tie
         return model.logits(last.type_as(next(model.parameters()))).float()
 
@@ -30,23 +32,23 @@ def read_prompts(
     model: GPT,
     prompts: Tensor | list[Tensor],
     new_tokens: int,
-) -> tuple[Tensor, KVCache | RaggedCache]:
+) -> tuple[Tensor, KVCache]:
     """Return the logits [B, n_vocab] of the token after each prompt, and a cache of all prompts.
 
-    The cache has room for so many new tokens. Prompts of one length are read together, others one
-    by one: that takes no more operations, and no padding.
+    The cache has room for so many new tokens. Prompts of different lengths are padded on the left:
+    the padding is a document of its own, which the prompt does not see.
     """
-    lengths = {len(prompt) for prompt in prompts}
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    longest = int(lengths.max())
     # the last token is not fed to the model
-    model.trunk.check_length(max(lengths) + new_tokens - 1, None)
-    if len(lengths) == 1:
-        cache = KVCache(lengths.pop() + new_tokens)
-        return next_logits(model, torch.stack(list(prompts)), cache), cache
-    rows = [KVCache(len(prompt) + new_tokens) for prompt in prompts]
-    logits = []
-    for prompt, row in zip(prompts, rows, strict=True):
-        logits.append(next_logits(model, prompt[None], row))
-    return torch.cat(logits), RaggedCache(rows)
+    model.trunk.check_length(longest + new_tokens - 1)
+    padded = pad_sequence(list(prompts), batch_first=True, padding_side="left")
+    is_start = None
+    if lengths.min() < longest:
+        is_start = torch.arange(longest) == longest - lengths[:, None]
+        is_start = is_start.to(padded.device)
+    cache = KVCache(longest + new_tokens)
+    return next_logits(model, padded, cache, is_start), cache
 
 
 @torch.no_grad()

@@ -12,11 +12,11 @@ from attention_paths.module import Attention
 from attention_paths.reference import Context, share_p_n
 from config import Config
 from errors import UserError
-from layers.cache import KVCache, RaggedCache
+from layers.cache import KVCache
 from layers.documents import positions_in_documents
 from layers.heads import build_attention
 from layers.losses import LinearCrossEntropy, softmax_gradient, token_losses
-from layers.rope import Rope, RopeTable, Rotation, rotate, stack_rotations
+from layers.rope import Rope, RopeTable, Rotation, rotate
 
 # What some variants and gates add to an attention layer.
 EXTRA_PROJECTIONS = ("c_gate", "c_forget", "c_rows")
@@ -95,17 +95,14 @@ class SelfAttention(nn.Module):
         self,
         x: Tensor,
         rotation: Rotation | None,
-        cache: KVCache | RaggedCache | None,
+        cache: KVCache | None,
         document_positions: Tensor | None = None,
     ) -> Tensor:
         if not self.has_positions:
             rotation = None
         q, k, v = self.project(x, rotation)  # [B, H, L, d], [B, Hk, L, d] twice
         context = replace(self.context(x, rotation), document_positions=document_positions)
-        if isinstance(cache, RaggedCache):
-            y = self.attend_each(q, k, v, context, cache.rows)
-        else:
-            y = self.attend(self.attention, q, k, v, context, cache)  # [B, H, L, d]
+        y = self.attend(self.attention, q, k, v, context, cache)  # [B, H, L, d]
         y = y.transpose(1, 2)  # [B, L, H, d]
         if self.c_gate is not None:
             gate = self.c_gate(x).sigmoid()
@@ -165,23 +162,6 @@ class SelfAttention(nn.Module):
             context = replace(context, log_forget=log_forget)
         return attention(q, k, v, context)
 
-    def attend_each(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        context: Context,
-        caches: list[KVCache],
-    ) -> Tensor:
-        """Return the output [B, H, L, d] of sequences that have a cache each."""
-        outputs = []
-        for b, cache in enumerate(caches):
-            row = slice(b, b + 1)
-            row_context = context.select(row)
-            y = self.attend(self.attention, q[row], k[row], v[row], row_context, cache)
-            outputs.append(y)
-        return torch.cat(outputs)
-
     def initialise(self) -> None:
         """Draw the initial weights that are not drawn as GPT-2's are."""
 
@@ -226,7 +206,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rotation: Rotation | None,
-        cache: KVCache | RaggedCache | None,
+        cache: KVCache | None,
         document_positions: Tensor | None = None,
     ) -> Tensor:
         x = x + self.attn(self.ln_1(x), rotation, cache, document_positions)
@@ -263,38 +243,33 @@ class Trunk(nn.Module):
     def forward(
         self,
         x: Tensor,
-        cache: KVCache | RaggedCache | None = None,
+        cache: KVCache | None = None,
         document_positions: Tensor | None = None,
     ) -> Tensor:
-        rows = cache.rows if isinstance(cache, RaggedCache) else [cache]
-        rotations = []
-        positions = []
-        for row in rows:
-            start = 0 if row is None else row.length
-            end = start + x.shape[1]
-            self.check_length(end, row)
-            if self.rope is not None:
-                # scaled RoPE uses the final length from the start, so that cached keys stay valid
-                length = end if row is None else row.size
-                rotations.append(self.rope(start, end, length))
-            if self.wpe is not None:
-                positions.append(self.wpe.weight[start:end])
-        if document_positions is not None and self.wpe is not None:
+        start = 0 if cache is None else cache.length
+        end = start + x.shape[1]
+        # scaled RoPE uses the final length from the start, so that cached keys stay valid
+        final_length = end if cache is None else cache.size
+        if cache is not None:
+            cache.check_room(end)
+        if self.wpe is not None and document_positions is not None:
+            if end > self.config.block_size:
+                self.check_length(int(document_positions.max()) + 1)
             x = x + self.wpe(document_positions)
-        elif positions:
-            x = x + torch.stack(positions)  # [1 or B, L, n_embd]
-        rotation = stack_rotations(rotations) if rotations else None
+        elif self.wpe is not None:
+            self.check_length(end)
+            x = x + self.wpe.weight[start:end]
+        rotation = None
+        if self.rope is not None:
+            rotation = self.rope(start, end, final_length, document_positions)
         for block in self.blocks:
             x = block(x, rotation, cache, document_positions)
-        for row in rows:
-            if row is not None:
-                row.length += x.shape[1]
+        if cache is not None:
+            cache.length = end
         return self.ln_f(x)
 
-    def check_length(self, length: int, cache: KVCache | None) -> None:
-        """Raise UserError where this many positions exceed the cache or the learned positions."""
-        if cache is not None and length > cache.size:
-            raise UserError(f"a cache of {cache.size} positions is too small for {length}")
+    def check_length(self, length: int) -> None:
+        """Raise UserError where this many positions exceed the learned positions."""
         if self.wpe is not None and length > self.config.block_size:
             raise UserError(
                 f"a length of {length} is beyond the {self.config.block_size} learned positions of "
@@ -387,11 +362,28 @@ class GPT(nn.Module):
             self.softmax_gradient,
         )
 
-    def hidden(self, idx: Tensor, cache: KVCache | RaggedCache | None = None) -> Tensor:
-        """Return the hidden states [B, L, n_embd] of idx [B, L], which follow the cache."""
-        document_positions = None
+    def hidden(
+        self,
+        idx: Tensor,
+        cache: KVCache | None = None,
+        is_start: Tensor | None = None,
+    ) -> Tensor:
+        """Return the hidden states [B, L, n_embd] of idx [B, L], which follow the cache.
+
+        Documents begin where it `is_start` [B, L] and, with document_mask, at end-of-text. A token
+        sees its own document alone.
+        """
         if self.document_start is not None:
-            document_positions = positions_in_documents(idx == self.document_start, cache)
+            is_mark = idx == self.document_start
+            is_start = is_mark if is_start is None else is_mark | is_start
+        read = None if cache is None else cache.document_length
+        if is_start is None and read is not None:
+            is_start = torch.zeros_like(idx, dtype=torch.bool)  # the cache's documents go on
+        document_positions = None
+        if is_start is not None:
+            document_positions = positions_in_documents(is_start, read)
+            if cache is not None:
+                cache.document_length = document_positions[:, -1:] + 1
         return self.trunk(self.wte(idx), cache, document_positions)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ ALL = slice(None)
 class Context:
     """What a layer's attention depends on besides q, k and v."""
 
-    # on every score: the square of YaRN's attention factor; [1 or B, 1 or H, 1, 1] where sequences
-    # or heads differ
+    # on every score: the square of YaRN's attention factor; [1 or B, 1 or H, 1 or Lq, 1] where
+    # sequences, heads or documents differ
     score_scale: float | Tensor = 1.0
     row_inputs: dict[str, Tensor] = field(default_factory=dict)  # [B, H, Lq]: Variant.from_input
     log_forget: Tensor | None = None  # [B, H, Lk]: the logarithms of the keys' forget gates
@@ -39,8 +39,12 @@ class Context:
             log_forget = log_forget[sequences, heads, keys]
         score_scale = self.score_scale
         if isinstance(score_scale, Tensor):
-            B, H, _, _ = score_scale.shape
-            score_scale = score_scale[sequences if B > 1 else ALL, heads if H > 1 else ALL]
+            B, H, Lq, _ = score_scale.shape
+            score_scale = score_scale[
+                sequences if B > 1 else ALL,
+                heads if H > 1 else ALL,
+                queries if Lq > 1 else ALL,
+            ]
         document_positions = self.document_positions
         if document_positions is not None:
             document_positions = document_positions[sequences, queries]

@@ -1,12 +1,12 @@
 """The keys and values of earlier positions, for generation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attention_paths.module import Attention
+from errors import UserError
 
 
 class KVCache:
@@ -18,10 +18,15 @@ class KVCache:
     def __init__(self, size: int):
         self.size = size
         self.length = 0
-        # [1 or B, 1]: tokens of the last document, with document_mask
-        self.document_length = torch.zeros(1, 1, dtype=torch.int32)
+        # [B, 1]: tokens of the last document of each sequence; None: a sequence is one document
+        self.document_length: Tensor | None = None
         # keys, values and forget gates, or factors and gates
         self.layers: dict[Attention, list[Tensor]] = {}
+
+    def check_room(self, length: int) -> None:
+        """Raise UserError where this many positions exceed the cache."""
+        if length > self.size:
+            raise UserError(f"a cache of {self.size} positions is too small for {length}")
 
     def append(self, attention: Attention, new: Sequence[Tensor | None]) -> list:
         """Append tensors [B, .., new, ..] of new positions to what is stored for this attention.
@@ -56,20 +61,3 @@ class KVCache:
         x = torch.cat((stored, x), dim=2)
         stored.copy_(x[:, :, -room:])
         return x[:, :, max(0, room - self.length) :]
-
-
-@dataclass
-class RaggedCache:
-    """A cache for each sequence of a batch, whose lengths may differ."""
-
-    rows: list[KVCache]
-
-    @property
-    def document_length(self) -> Tensor:
-        """The tokens of the last document of each sequence, [B, 1]."""
-        return torch.cat([row.document_length for row in self.rows])
-
-    @document_length.setter
-    def document_length(self, lengths: Tensor) -> None:
-        for row, length in zip(self.rows, lengths.split(1), strict=True):
-            row.document_length = length

@@ -9,6 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from errors import UserError, check_choice
+from layers.documents import document_lengths
 
 
 @dataclass(frozen=True)
@@ -89,22 +90,9 @@ class Rope:
 class Rotation:
     """The rotations of consecutive positions, and their factor on every score."""
 
-    cos: Tensor  # [L, d/2], or [B, 1, L, d/2] where sequences are at different positions
+    cos: Tensor  # [L, d/2], or [B, 1, L, d/2] where documents are of different lengths
     sin: Tensor
-    score_scale: float | Tensor  # [B, 1, 1, 1] where sequences differ
-
-
-def stack_rotations(rotations: list[Rotation]) -> Rotation:
-    """Return the rotations of a batch from those of its sequences."""
-    if len(rotations) == 1:
-        return rotations[0]
-    cos = torch.stack([rotation.cos for rotation in rotations])[:, None]
-    sin = torch.stack([rotation.sin for rotation in rotations])[:, None]
-    score_scale = rotations[0].score_scale
-    if any(rotation.score_scale != score_scale for rotation in rotations):
-        score_scale = cos.new_tensor([rotation.score_scale for rotation in rotations])
-        score_scale = score_scale[:, None, None, None]
-    return Rotation(cos, sin, score_scale)
+    score_scale: float | Tensor  # of each query, [B, 1, L, 1], where documents are
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
@@ -149,8 +137,20 @@ class RopeTable(nn.Module):
         self.set(self.rope, self.length)
         return self
 
-    def forward(self, start: int, end: int, length: int) -> Rotation:
-        """The rotations of positions start to end - 1 of a text of this length."""
+    def forward(
+        self,
+        start: int,
+        end: int,
+        length: int,
+        document_positions: Tensor | None = None,
+    ) -> Rotation:
+        """The rotations of positions start to end - 1 of a text of this length.
+
+        With the positions of these tokens in their documents [B, L], each document is scaled as it
+        is alone.
+        """
+        if document_positions is not None and self.rope.scaling != "none":
+            return self.of_documents(document_positions, following=length - end)
         # without a scaling a longer table serves, and a model under torch.compile stays compiled
         is_scaled = self.rope.scaling != "none"
         if length > self.length or (is_scaled and length != self.length):
@@ -158,3 +158,22 @@ class RopeTable(nn.Module):
         cos = self.cos[start:end]
         sin = self.sin[start:end]
         return Rotation(cos, sin, self.score_scale)
+
+    def of_documents(self, positions: Tensor, following: int) -> Rotation:
+        """The rotations of tokens at positions [B, L], each scaled for its document's length.
+
+        So many tokens are still to follow in the last document of a sequence.
+        """
+        positions = positions.cpu()  # for float64
+        lengths = document_lengths(positions, following)
+        # all lengths up to the trained one are scaled alike
+        distinct, index = lengths.clamp_min(self.rope.trained_length).unique(return_inverse=True)
+        scaled = [self.rope.frequencies(length) for length in distinct.tolist()]
+        frequencies, score_scales = zip(*scaled, strict=True)
+        angles = positions[..., None] * torch.stack(frequencies)[index]  # [B, L, d/2]
+        score_scale = torch.tensor(score_scales, dtype=torch.float64)[index]  # [B, L]
+        return Rotation(
+            angles.cos()[:, None].to(self.cos),
+            angles.sin()[:, None].to(self.cos),
+            score_scale[:, None, :, None].to(self.cos),
+        )

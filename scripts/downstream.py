@@ -149,10 +149,10 @@ def harness_model(run: Run, max_length: int) -> Any:
     trained = run.config.block_size
 
     class Model(HFLM):
-        """Sequences share a batch only where padding on the right changes nothing.
+        """Sequences whose likelihood is asked share a batch up to the training length.
 
-        Beyond the training length, a RoPE scaling depends on the padded length. Prompts would be
-        padded on the left, which this model does not take.
+        Beyond it a RoPE scaling depends on the length, and the harness pads them on the right
+        without a mask.
         """
 
         def _batch_scheduler(self, pos: int, requests: list[tuple]) -> int:
@@ -162,8 +162,8 @@ def harness_model(run: Run, max_length: int) -> Any:
                 return 1
             return max(1, BATCH_TOKENS // trained)
 
-        def _detect_batch_size(self, *arguments: Any) -> int:
-            return 1
+        def _detect_batch_size(self, *arguments: Any) -> int:  # of prompts to continue
+            return max(1, BATCH_TOKENS // max_length)
 
     return Model(
         transformers_model(run),

@@ -64,8 +64,9 @@ text = model.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=True,
 print(tokenizer.decode(text[0]))
 ```
 
-Each row of a batch is one document, padded on the right if at all, and the prompts of a batch have
-one length. The code is under the MIT licence (LICENSE).
+The prompts of a batch may have different lengths: `tokenizer(texts, padding=True)` pads them on the
+left, and each is continued as it is alone. Documents packed into a row, where `position_ids`
+restart from 0, do not see each other. The code is under the MIT licence (LICENSE).
 """
 
 
@@ -113,13 +114,9 @@ def transformers_model(run: Run) -> Any:
     from scripts.common.hf_modeling import SharpAttentionConfig, SharpAttentionForCausalLM
 
     config = run.config
-    if config.document_mask:
-        raise UserError(
-            f"{run.path} was trained with document_mask, which an exported model does not have yet"
-        )
     end_of_text = get_tokenizer(config.tokenizer).eot
     # the settings on which results depend
-    settings = settings_of(config) | {"vocab_size": config.text_ids}
+    settings = settings_of(config) | {"vocab_size": config.text_ids, "document_mask": False}
     for key in MAY_CHANGE - {"batch_size"}:  # with which total_batch_size must agree
         del settings[key]
     values: dict[str, Any] = {
@@ -131,6 +128,7 @@ def transformers_model(run: Run) -> Any:
         },
         "window": run.facts["window"],
         "log_base": run.facts["log_base"],
+        "document_start": run.model.document_start,  # for which the tokenizer's file is not needed
         "run": run.facts | {"environment": environment(str(run.device))},
         "auto_map": {
             "AutoConfig": f"{CODE}Config",
@@ -166,6 +164,8 @@ def model_card(run: Run, folder: str) -> str:
         ),
         "tokenizer": f"{Path(config.tokenizer).name}, {config.text_ids:,} ids",
     }
+    if config.document_mask:
+        rows["documents"] = "begin with end-of-text; attention stays within them"
     for line in read_metrics(run.path):
         if "val_loss" in line and line["step"] <= step:
             loss = f"{line['val_loss']:.4f} nats per token at step {line['step']:,}"
@@ -198,6 +198,7 @@ def transformers_tokenizer(config: Config) -> Any:
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
         model_max_length=config.block_size,
+        padding_side="left",  # for generation
     )
 
 

@@ -154,6 +154,39 @@ def test_a_model_computes_each_document_alone(case, impl, small_blocks):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("scaling", ["dynamic_ntk", "yarn"])
+@pytest.mark.parametrize("case", ["ssmax.py", "lssar_p15.py", "hybrid.py", "t6.py --n_head=3"])
+def test_rope_is_scaled_for_the_length_of_each_document(case, scaling):
+    """The training length is 16; the documents of two sequences of 50 have 2 to 40 tokens."""
+    model = small_model(f"{case} --head_size=6 --mlp_hidden=24", "--document_mask")
+    model.scale_rope(scaling)
+    idx = torch.randint(END, (2, 50), generator=torch.Generator().manual_seed(0))
+    bounds = [(0, 20, 48, 50), (0, 10, 50)]
+    idx[0, [20, 48]] = END
+    idx[1, 10] = END
+    packed = model.hidden(idx)
+    for b, row in enumerate(bounds):
+        for start, end in pairwise(row):
+            assert_near(packed[b : b + 1, start:end], model.hidden(idx[b : b + 1, start:end]))
+    for size in (50, 64):  # the last document of a text that goes on is longer
+        cache = KVCache(size)
+        chunks = [model.hidden(chunk, cache) for chunk in idx.split([49, 1], dim=1)]
+        last = idx[1:, 10:]
+        alone = model.hidden(last, KVCache(size - 10))
+        assert_near(torch.cat(chunks, dim=1)[1:, 10:], alone, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_learned_positions_end_with_the_longest_document():
+    model = small_model("lssa.py --positions=learned", "--document_mask")
+    idx = torch.randint(END, (1, 24), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(UserError, match="a length of 24 is beyond the 16 learned positions"):
+        model.hidden(idx)
+    idx[0, 10] = END
+    assert_near(model.hidden(idx)[:, 10:], model.hidden(idx[:, 10:]))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("case", [*MODELS, "lssar_p3.py --window=4"])
 def test_a_cache_knows_its_last_document(case):
     model = small_model(case, "--document_mask")
@@ -291,10 +324,9 @@ def test_what_cannot_mask_documents_refuses_them(words_file, tmp_path, train, do
     assert load_config([f"--tokenizer={words_file}", "--document_mask"]).end_of_text == 6
 
 
-def test_commands_that_read_no_documents_refuse_them(train, documents, call, tmp_path, refused):
-    from scripts import attention_maps, benchmark, export_hf
+def test_commands_that_read_no_documents_refuse_them(train, documents, call, refused):
+    from scripts import attention_maps, benchmark
 
     run = train("run", *MASKED, f"--data_dir={documents}", "--max_iters=0")
-    refused(call, export_hf, run, tmp_path / "exported", says="trained with document_mask, which")
     refused(call, attention_maps, run, says="cannot measure a run with document_mask")
     refused(call, benchmark, "configs/softmax.py", "--document_mask", says="takes no --document_m")

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 
@@ -171,62 +172,169 @@ def test_beams_and_the_cache_change_no_text(tmp_path):
         model.generate(first.sequences, past_key_values=first.past_key_values, **GREEDY)
 
 
+# ---- padding and packed documents ----
+
+# Different mechanisms: scales of n, cosines, stage 2, windows, gates, slopes, factors, whole rows.
+PADDED = {
+    "softmax.py": {},
+    "ssmax.py": {"rope": "yarn"},
+    "lssa.py --window=5": {},
+    "lssar_p15.py": {},
+    "hybrid_ssmax.py --local_window=4": {"rope": "yarn"},
+    "fox.py": {},
+    "softmax_alibi.py": {},
+    "stick_breaking.py": {},
+    "asentmax.py": {},
+    "t6_lssar_p15.py --head_size=6 --mlp_hidden=24": {},
+    "softmax.py --positions=learned --block_size=40 --total_batch_size=40": {},
+}
+LENGTHS = (4, 11, 20, 6)  # the training length is 16
+
+
+@pytest.fixture(params=PADDED, scope="module")
+def padded_case(request, tmp_path_factory):
+    """A run's model and the same in transformers, in float64."""
+    folder = tmp_path_factory.mktemp("padded")
+    run, model = load_in_transformers(folder, request.param, **PADDED[request.param])
+    return run.model.double(), model.double()
+
+
+def pad(texts, side):
+    """The ids of texts padded with any ids, and their attention mask."""
+    longest = max(map(len, texts))
+    ids = torch.randint(257, (len(texts), longest), generator=torch.Generator().manual_seed(1))
+    mask = torch.zeros_like(ids)
+    for row, row_mask, text in zip(ids, mask, texts, strict=True):
+        place = slice(longest - len(text), None) if side == "left" else slice(len(text))
+        row[place] = text
+        row_mask[place] = 1
+    return ids, mask
+
+
+def prompts():
+    return [tokens(length)[0] for length in LENGTHS]
+
+
 @torch.no_grad()
-def test_padding_is_on_the_right_alone(tmp_path):
-    run, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="none")
-    x = tokens(5)
-    padded = torch.cat((x, x[:, :3]), dim=1)
-    mask = torch.ones_like(padded)
-    mask[:, 5:] = 0
-    logits = model(padded, attention_mask=mask).logits
-    assert_close(logits[:, :5], run.model(x), rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="no padding on the left"):
-        model(padded, attention_mask=mask.flip(1))
+def test_padding_changes_no_logits(padded_case):
+    """On either side, also beyond the training length, where RoPE is scaled."""
+    native, model = padded_case
+    for side in ("left", "right"):
+        ids, mask = pad(prompts(), side)
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        for options in ({}, {"position_ids": positions}):
+            logits = model(ids, attention_mask=mask, **options).logits
+            for row, row_mask, text in zip(logits, mask.bool(), prompts(), strict=True):
+                assert_close(row[row_mask], native(text[None])[0], rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_a_batch_of_prompts_is_continued_as_each_alone(padded_case):
+    native, model = padded_case
+    ids, mask = pad(prompts(), "left")
     for use_cache in (True, False):
-        with pytest.raises(ValueError, match="no padding on the left"):
-            model.generate(padded, attention_mask=mask, use_cache=use_cache, **GREEDY)
+        texts = model.generate(ids, attention_mask=mask, use_cache=use_cache, **GREEDY)
+        for text, prompt in zip(texts, prompts(), strict=True):
+            (alone,) = generate(native, prompt[None], 20, temperature=0)
+            assert torch.equal(text[-len(alone) :], alone)
 
 
 @torch.no_grad()
-def test_a_mask_of_bools_is_one_of_integers(tmp_path):
+def test_beams_of_padded_prompts_are_those_of_each_alone(tmp_path):
+    _, model = load_in_transformers(tmp_path, "ssmax.py --document_mask")
+    model.double()
+    ids, mask = pad(prompts(), "left")
+    texts = model.generate(ids, attention_mask=mask, num_beams=3, **GREEDY)
+    for text, prompt in zip(texts, prompts(), strict=True):
+        (alone,) = model.generate(prompt[None], num_beams=3, **GREEDY)
+        assert torch.equal(text[-len(alone) :], alone)
+
+
+@torch.no_grad()
+def test_a_pipeline_takes_a_batch(tmp_path):
+    run, model = load_in_transformers(tmp_path, "lssar_p15.py")
+    tokenizer = export_hf.transformers_tokenizer(run.config)
+    pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    texts = ["a", "a longer text than the others are", "one"]
+    batch = pipeline(texts, batch_size=2, **GREEDY)
+    for text, (generated,) in zip(texts, batch, strict=True):
+        ids = torch.tensor([tokenizer.encode(text)])
+        expected = tokenizer.decode(generate(run.model, ids, 20, temperature=0)[0])
+        assert generated["generated_text"] == expected
+
+
+@torch.no_grad()
+def test_masks_that_are_no_padding_are_refused(tmp_path):
     run, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="none")
-    x = tokens(8)
-    mask = torch.ones_like(x)
-    mask[1, 5:] = 0
-    logits = model(x, attention_mask=mask).logits
-    assert_close(model(x, attention_mask=mask.bool()).logits, logits, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="no padding on the left"):
-        model(x, attention_mask=mask.bool().flip(1))
-    with pytest.raises(ValueError, match="no padding on the left"):
-        model.generate(x, attention_mask=mask.bool(), **GREEDY)
-    expected = generate(run.model, x, 20, temperature=0)
-    generated = model.generate(x, attention_mask=torch.ones_like(x).bool(), **GREEDY)
-    assert torch.equal(generated, expected)
+    ids, mask = pad(prompts(), "left")
+    expected = model(ids, attention_mask=mask).logits
+    assert_close(model(ids, attention_mask=mask.bool()).logits, expected, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="takes padding on the left: tokenizer.padding_side"):
+        model.generate(ids, attention_mask=mask.flip(1), **GREEDY)
+    # without a mask there is no padding, though prompts begin with the token of padding
+    end_of_text = torch.full((1, 1), 256)
+    prompt = torch.cat((end_of_text, tokens(4)[:1]), dim=1)
+    (text,) = model.generate(prompt, **GREEDY)
+    assert torch.equal(text[None], generate(run.model, prompt, 20, temperature=0))
+    hole = torch.ones_like(mask)
+    hole[1, 5] = 0
+    with pytest.raises(ValueError, match="has zeros between the tokens of a row"):
+        model(ids, attention_mask=hole)
+    with pytest.raises(ValueError, match=r"must be \[4, 20\], 1 for .* and is \[4, 1, 20, 20\]"):
+        model(ids, attention_mask=torch.ones(4, 1, 20, 20).tril())
 
 
 @torch.no_grad()
-def test_a_row_is_one_document(tmp_path):
+def test_packed_documents_are_computed_as_each_alone(padded_case):
+    """As transformers' collator packs them, after whose documents no other attends."""
+    native, model = padded_case
+    features = [{"input_ids": text.tolist()} for text in prompts()]
+    batch = transformers.DataCollatorWithFlattening()(features)
+    packed = model(batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
+    for logits, text in zip(packed.split(LENGTHS), prompts(), strict=True):
+        assert_close(logits, native(text[None])[0], rtol=1e-9, atol=1e-9)
+    texts = model.generate(batch["input_ids"], position_ids=batch["position_ids"], **GREEDY)
+    (alone,) = generate(native, prompts()[-1][None], 20, temperature=0)
+    assert torch.equal(texts[0, -len(alone) :], alone)
+
+
+@torch.no_grad()
+def test_positions_count_the_tokens_of_a_document(tmp_path):
     run, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="none")
     x = tokens(8)
     positions = torch.arange(8)[None]
     logits = run.model(x)
     for accepted in (positions, positions.expand(2, 8), positions[0]):
         assert_close(model(x, position_ids=accepted).logits, logits, rtol=0, atol=1e-6)
-    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
-    for refused in (packed, packed.expand(2, 8), positions + 1, positions.flip(1)):
-        with pytest.raises(ValueError, match="position_ids must count from 0"):
+    for refused in (positions + 1, positions.flip(1), positions // 2):
+        with pytest.raises(ValueError, match="position_ids must count from 0 .* in each document"):
             model(x, position_ids=refused)
-    with pytest.raises(ValueError, match="position_ids must count from 0"):
-        model.generate(x, position_ids=packed, **GREEDY)
-    # positions of padding have no effect
-    mask = torch.ones_like(x)
-    mask[:, 5:] = 0
-    padded = model(x, attention_mask=mask, position_ids=packed).logits
-    assert_close(padded[:, :5], logits[:, :5], rtol=0, atol=1e-6)
     # boundaries of documents in the words of DataCollatorWithFlattening
     for name in ("cu_seq_lens_q", "seq_idx"):
-        with pytest.raises(ValueError, match=f"{name} .* row of its own"):
+        with pytest.raises(ValueError, match=f"{name} .* by position_ids that restart from 0"):
             model(x, **{name: torch.tensor([0, 5, 8])})
+
+
+@torch.no_grad()
+def test_a_model_with_document_mask_reads_documents_from_its_ids(words_file, tmp_path):
+    """And from its positions; the tokenizer's file is not needed."""
+    copied = shutil.copy(words_file, tmp_path / "words.json")
+    case = f"ssmax.py --document_mask --tokenizer={copied}"
+    run = open_run(tmp_path / "run", case)
+    export(run.path, tmp_path / "hf")
+    assert "attention stays within them" in (tmp_path / "hf/README.md").read_text()
+    copied.unlink()
+    model = type(export_hf.transformers_model(run)).from_pretrained(tmp_path / "hf")
+    x = torch.randint(6, (2, 24), generator=torch.Generator().manual_seed(0))
+    x[0, [7, 15]] = x[1, 3] = 6  # end-of-text
+    assert_close(model(x).logits, run.model(x), rtol=0, atol=1e-5)
+    generated = model.generate(x, **GREEDY)
+    for use_cache in (True, False):
+        text = model.generate(x[:1, 15:], use_cache=use_cache, **GREEDY)
+        assert torch.equal(text, generated[:1, 15:])
+    positions = torch.cat((torch.arange(11), torch.arange(13)))[None]
+    packed = model(x, position_ids=positions).logits
+    assert_close(packed[:, 11:], run.model(x[:, 11:]), rtol=0, atol=1e-5)
 
 
 @torch.no_grad()

@@ -17,21 +17,20 @@ from transformers.utils.generic import can_return_tuple
 from config import Config
 from layers.build import build_model
 from layers.cache import KVCache
+from layers.documents import positions_in_documents
 from layers.windows import limit_windows
 
-# Where documents begin in a row, in the words of transformers' DataCollatorWithFlattening.
+# Where documents begin in a row, besides position_ids, in the words of transformers'
+# DataCollatorWithFlattening.
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-ONE_DOCUMENT = (
-    "this model reads a row as one document, and documents packed into a row would attend to each "
-    "other: give each document a row of its own, padded on the right"
-)
 
 
 class SharpAttentionConfig(PreTrainedConfig):
     """`settings` are the settings of the training run, `rope` the arguments of GPT.scale_rope.
 
     `log_base` is the argument of GPT.scale_scores, `window` the most keys that a query sees in any
-    layer, or None.
+    layer, or None, and `document_start` the id that begins a document, if attention stays within
+    documents.
     """
 
     model_type = "sharp_attention"
@@ -39,12 +38,15 @@ class SharpAttentionConfig(PreTrainedConfig):
     rope: Any = None
     log_base: Any = None
     window: Any = None
+    document_start: Any = None
 
 
 class Cache(KVCache):
     """The model's cache, with the attributes and methods that transformers expects of a cache."""
 
     is_compileable = is_croppable = False
+    # [B, 1]: the next position of each row, as position_ids count, which do not read end-of-text
+    next_position: Tensor | None = None
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.length
@@ -52,13 +54,17 @@ class Cache(KVCache):
     def reorder_cache(self, beams: Tensor) -> None:
         for tensors in self.layers.values():
             tensors[:] = [x[beams] for x in tensors]
+        if self.document_length is not None:
+            self.document_length = self.document_length[beams]
+        if self.next_position is not None:
+            self.next_position = self.next_position[beams]
 
 
 class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     """The transformers interface to this repository's GPT.
 
-    In `forward` each row is one document, and may be padded on the right, never on the left. In
-    `generate` all prompts must have the same length, without padding.
+    A row is a document, which may be padded on the left or, but for generation, on the right, or
+    several that begin where position_ids restart from 0. Each is computed as it is alone.
     """
 
     config_class = SharpAttentionConfig
@@ -70,6 +76,7 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         gpt = build_model(Config(**config.settings)).scale_rope(**config.rope)
         self.gpt = gpt.scale_scores(config.log_base)
+        self.gpt.document_start = config.document_start
         if config.window is not None:
             limit_windows(self.gpt, config.window)
         # No positions yet: the first call computes them on the weights' device.
@@ -125,21 +132,19 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         With labels [B, L] (not shifted; -100 is ignored) also the mean loss in nats.
         `past_key_values` is a Cache(final length), because a RoPE scaling may depend on that; the
         argument `final_length`, without a cache, gives the same logits.
-        `position_ids` change nothing: they may only count from 0, or on from the cache's last one.
-        Raises ValueError for padding on the left, for any padding in generation, and for several
-        documents in a row.
+        Raises ValueError where `document_starts` does, and for other marks of packed documents.
         """
         cache = past_key_values
         if cache is None and "final_length" in kwargs:
             cache = Cache(kwargs["final_length"])  # for this call alone
-        if attention_mask is not None:
-            check_padding(attention_mask, cache)
-        if position_ids is not None:
-            check_positions(position_ids, attention_mask, cache)
         for name in BOUNDARIES:
             if kwargs.get(name) is not None:
-                raise ValueError(f"{name} is not supported: {ONE_DOCUMENT}")
-        x = self.gpt.hidden(input_ids, cache)
+                raise ValueError(
+                    f"{name} is not supported: the documents of a row are known by position_ids "
+                    "that restart from 0"
+                )
+        is_start = document_starts(input_ids, attention_mask, position_ids, cache)
+        x = self.gpt.hidden(input_ids, cache, is_start)
         if isinstance(logits_to_keep, int):
             x = x[:, -logits_to_keep:]  # all of them for 0
         else:
@@ -150,6 +155,12 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         # transformers declares FloatTensor, which no tensor has as static type, and its own Cache
         return CausalLMOutputWithPast(loss, logits, past_key_values)  # type: ignore[arg-type]
+
+    def _prepare_attention_mask_for_generation(  # type: ignore[override]
+        self, inputs_tensor: Tensor, *args: Any
+    ) -> Tensor:
+        # transformers guesses it from the pad token, which a prompt may begin with
+        return torch.ones_like(inputs_tensor)
 
     # transformers declares -> bool and returns None
     def _prepare_cache_for_generation(  # type: ignore[override]
@@ -165,35 +176,49 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs["final_length"] = length
 
 
-def check_padding(attention_mask: Tensor, cache: Cache | None) -> None:
-    """Raise ValueError for padding, 0 in the mask, on the left, and for any in generation."""
-    if attention_mask.dtype == torch.bool:
-        attention_mask = attention_mask.int()  # the difference of bools has no sign
-    if cache is None:
-        wrong = attention_mask.diff() > 0
-    elif cache.length == 0:
-        wrong = attention_mask == 0
-    else:  # checked by the first call
-        return
-    if wrong.any():
-        raise ValueError(
-            "no padding on the left, and none in generation: give it prompts of equal length "
-            "(lm_eval: batch_size=1)"
-        )
+def document_starts(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cache: Cache | None,
+) -> Tensor | None:
+    """Return where documents begin in input_ids, bool [B, L], or None for a document a row.
 
-
-def check_positions(
-    position_ids: Tensor, attention_mask: Tensor | None, cache: Cache | None
-) -> None:
-    """Raise ValueError unless the positions of all tokens but padding continue those of the cache.
-
-    Without a cache they count from 0.
+    They begin where position_ids [1 or B, L] restart from 0. The padding beside them, 0 in
+    attention_mask [B, past + L], is a document of its own. Raises ValueError for zeros between
+    tokens, for padding on the right in generation, and for positions that do not count the tokens.
     """
-    length = position_ids.shape[-1]
-    first = 0 if cache is None else cache.length
-    expected = torch.arange(first, first + length, device=position_ids.device)
-    wrong = position_ids != expected
+    B, L = input_ids.shape
+    past = 0 if cache is None else cache.length
+    is_token = input_ids.new_ones(B, past + L, dtype=torch.bool)
     if attention_mask is not None:
-        wrong = wrong & (attention_mask[:, -length:] != 0)
-    if wrong.any():
-        raise ValueError(f"position_ids must count from {first} in steps of 1: {ONE_DOCUMENT}")
+        check_padding(attention_mask, is_token.shape, generates=cache is not None)
+        is_token = attention_mask.bool()
+    is_start = is_token.diff(dim=1, prepend=is_token[:, :1])[:, -L:]
+    is_token = is_token[:, -L:]
+    if position_ids is not None and past == 0:
+        is_start = is_start | (is_token & (position_ids == 0))
+        is_start[:, 0] = False  # a document begins there anyway
+    positions = positions_in_documents(is_start, None if cache is None else cache.next_position)
+    if position_ids is not None and (is_token & (position_ids != positions)).any():
+        first = " or ".join(map(str, positions[:, 0].unique().tolist()))
+        where = "on from the cache" if past else "in each document"
+        raise ValueError(f"position_ids must count from {first} in steps of 1, {where}")
+    if cache is not None:
+        cache.next_position = positions[:, -1:] + 1
+    return is_start if is_start.any() else None
+
+
+def check_padding(attention_mask: Tensor, shape: torch.Size, generates: bool) -> None:
+    """Raise ValueError where an attention mask is no padding of this shape beside the tokens."""
+    if attention_mask.shape != shape:
+        raise ValueError(
+            f"attention_mask must be {list(shape)}, 1 for each token, cached or new, and 0 for "
+            f"padding, and is {list(attention_mask.shape)}"
+        )
+    is_token = attention_mask.bool()
+    runs = (F.pad(is_token.int(), (1, 0)).diff() > 0).sum(1)  # of tokens, in each row
+    if (runs > 1).any():
+        raise ValueError("attention_mask has zeros between the tokens of a row: pad beside them")
+    if generates and not is_token[:, -1].all():
+        raise ValueError("generation takes padding on the left: tokenizer.padding_side = 'left'")
