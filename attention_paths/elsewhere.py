@@ -70,28 +70,68 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The output [B, L, H, d] of queries [B, H, L, d], as transformers calls an attention.
 
-    Raises UserError for dropout, for learned sinks, and for a mask that is not causal, as with
-    padding or packed documents: the formulas count the keys that a row sees.
+    The formulas count the keys that the mask shows to a query, without padding and other documents.
+    Raises UserError for dropout, for learned sinks, and for a mask that shows other keys than those
+    since the start of the query's document.
     """
     attention = layer.variant
     if dropout or s_aux is not None:
         raise UserError("dropout and learned sinks (s_aux) do not go with a variant's formulas")
     attention.window = sliding_window
     attention.softcap = softcap
+    document_positions = None
     if mask is not None:
-        # a static cache has room for keys that are not there yet
-        length = int(mask[0, 0, -1].nonzero().max()) + 1
+        mask = mask[:, 0].bool()
+        length = count_keys(mask)
         k = k[:, :, :length]
         v = v[:, :, :length]
-        mask = mask[..., :length]
-        positions = torch.arange(length, device=q.device)
-        distance = positions[-q.shape[2] :, None] - positions
-        causal = (distance >= 0) & (distance < (sliding_window or length))
-        if not torch.equal(mask.bool(), causal.expand_as(mask)):
-            raise UserError(
-                "the attention mask is not causal: give sequences of one length without padding, "
-                "and no packed documents"
-            )
+        document_positions = positions_of(mask[..., :length], sliding_window, **options)
+    if document_positions is not None:
+        document_positions = document_positions.expand(len(q), -1)
     scale = 1.0 if scaling is None else scaling * q.shape[-1] ** 0.5
-    out = attention(q, k, v, Context(score_scale=scale))
-    return out.transpose(1, 2), None
+    context = Context(score_scale=scale, document_positions=document_positions)
+    return attention(q, k, v, context).transpose(1, 2), None
+
+
+def count_keys(mask: Tensor) -> int:
+    """How many keys there are for a mask [B, Lq, Lk]: a static cache has room for later ones.
+
+    A query's own key is the last that it sees; padding on the right does not see its own.
+    """
+    query = torch.arange(mask.shape[1], device=mask.device)
+    key = torch.arange(mask.shape[2], device=mask.device)
+    last_key = torch.where(mask.any(0), key, -1).amax(1)
+    return int((last_key - query).max()) + mask.shape[1]
+
+
+def positions_of(
+    mask: Tensor,
+    window: int | None,
+    position_ids: Tensor | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """The position of each query in its document [B, Lq], from a mask [B, Lq, Lk] of all its keys.
+
+    With a window it is at most window - 1; None: all keys are of one document. Raises UserError for
+    a mask of other keys, and where position_ids restart within a document of the mask.
+    """
+    Lq, Lk = mask.shape[1:]
+    is_token = mask.diagonal(Lk - Lq, dim1=1, dim2=2)  # a query that does not see itself is padding
+    positions = torch.where(is_token, mask.sum(-1) - 1, 0)
+    key = torch.arange(Lk, device=mask.device)
+    distance = key[-Lq:, None] - key
+    visible = (distance >= 0) & (distance <= positions[..., None])
+    if window is not None:
+        visible &= distance < window
+    if (is_token[..., None] & (mask != visible)).any():
+        raise UserError(
+            "the attention mask is neither causal nor, with padding or packed documents, causal "
+            "within each document"
+        )
+    if position_ids is not None and ((position_ids == 0) & is_token & (positions > 0)).any():
+        raise UserError(
+            "position_ids restart within a document of the attention mask: transformers masks "
+            "packed documents where use_cache=False and there is no attention_mask"
+        )
+    is_whole = torch.equal(positions, key[-Lq:].clamp_max((window or Lk) - 1).expand_as(positions))
+    return None if is_whole else positions

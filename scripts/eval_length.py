@@ -21,6 +21,9 @@ in half of the time.
 With --whole_documents every window lies inside one document. Without, a long window holds several
 documents, which have nothing to do with each other.
 
+A run that was trained with --document_mask is measured twice: apart, with attention within
+documents as in training, and joined, without the mask. --no_joined leaves the second out.
+
 RUN/eval_length.json is a list of measurements, one for each combination of weights, tokens and
 settings. Lengths that it has are not measured again; new ones are added:
 
@@ -40,13 +43,17 @@ settings. Lengths that it has are not measured again; new ones are added:
                                                         over windows for each position; of windows
                                                         inside documents "1024 tokens in 4096 of
                                                         whole documents", 4096 being the multiple of
-                                                        all lengths
+                                                        all lengths; with document_mask "1024 tokens
+                                                        apart" and "1024 tokens joined", which both
+                                                        say so in "documents"
     environment                                         of the latest update
 """
 
+import copy
+import itertools
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +98,13 @@ class LossOptions(LengthOptions, ControlOptions):
     tokens: int | None = option(None, "to predict (default: one per 24 weights)", at_least=1)
     per_position: bool = option(False, "also the loss by position at the greatest length")
     whole_documents: bool = option(False, "only windows that lie inside one document")
+    no_joined: bool = option(False, "with document_mask: not the loss without the mask")
+
+    def attentions(self, config: Config) -> tuple[str | None, ...]:
+        """How attention reads documents: apart and joined; None: as the only way there is."""
+        if not config.document_mask or self.whole_documents:
+            return (None,)
+        return ("apart",) if self.no_joined else ("apart", "joined")
 
 
 @dataclass(frozen=True)
@@ -99,6 +113,7 @@ class Chunk:
 
     length: int
     by_position: bool = False  # also the loss at each position
+    documents: str | None = None  # apart or joined
 
 
 def text_of(options: LossOptions, config: Config) -> NDArray:
@@ -114,41 +129,67 @@ def identify(options: LossOptions, config: Config) -> dict:
 def chunks(options: LossOptions, config: Config) -> dict[str, Chunk]:
     lengths = options.lengths_of(config)
     by_name = {}
-    for length in lengths:
+    for length, documents in itertools.product(lengths, options.attentions(config)):
         name = f"{length} tokens"
+        if documents is not None:
+            name += f" {documents}"
         if options.whole_documents:  # stretches of other lengths are in other documents
             name += f" in {math.lcm(*lengths)} of whole documents"
         by_position = options.per_position and length == lengths[-1]
         if by_position:
             name += " by position"
-        by_name[name] = Chunk(length, by_position)
+        by_name[name] = Chunk(length, by_position, documents)
     return by_name
 
 
 def measure(options: LossOptions, run: Run, chunk: Chunk) -> dict:
     text = text_of(options, run.config)
+    if chunk.documents == "joined":
+        run = replace(run, model=copy.copy(run.model))  # with the same weights
+        run.model.document_start = None
     by_position, by_window = mean_losses(run, windows(text, chunk.length, run.device))
     values: dict[str, Any] = {
         "length": chunk.length,
         "loss": by_position.mean().item(),
         "standard_error": standard_error(by_window.view(len(text), -1).mean(1)),
     }
+    if chunk.documents is not None:
+        values["documents"] = chunk.documents
     if chunk.by_position:
         values["loss_by_position"] = by_position.tolist()
     return values
 
 
 def control(options: LossOptions, config: Config) -> LossOptions | None:
-    return sliding_window(options, config, max(options.lengths_of(config)))
+    window = sliding_window(options, config, max(options.lengths_of(config)))
+    return None if window is None else replace(window, no_joined=True)
 
 
 def summarise(chunks: dict[str, dict]) -> dict:
+    """The lengths, and the losses there, of documents joined under `joined`."""
+    summary = losses_by_length(as_trained(chunks))
+    joined = joined_chunks(chunks)
+    if joined:
+        summary["joined"] = losses_by_length(joined)
+    return summary
+
+
+def losses_by_length(chunks: list[dict]) -> dict:
     """The lengths, and the losses there; measurements of older versions have no standard error."""
     return {
-        "lengths": [chunk["length"] for chunk in chunks.values()],
-        "loss": [chunk["loss"] for chunk in chunks.values()],
-        "standard_error": [chunk.get("standard_error") for chunk in chunks.values()],
+        "lengths": [chunk["length"] for chunk in chunks],
+        "loss": [chunk["loss"] for chunk in chunks],
+        "standard_error": [chunk.get("standard_error") for chunk in chunks],
     }
+
+
+def as_trained(chunks: dict[str, dict]) -> list[dict]:
+    return [chunk for chunk in chunks.values() if chunk.get("documents") != "joined"]
+
+
+def joined_chunks(chunks: dict[str, dict]) -> list[dict]:
+    """The chunks of a run with document_mask that were measured without it."""
+    return [chunk for chunk in chunks.values() if chunk.get("documents") == "joined"]
 
 
 def align(options: LossOptions, configs: Sequence[Config]) -> LossOptions:
@@ -255,20 +296,54 @@ def print_losses(results: Results, title: str, whole_documents: bool) -> None:
     if has_gains:
         table[0].append("gain")
     errors = []
-    for name, result, is_control in with_controls(results):
-        row = [f"  sliding window of {result['window']}" if is_control else name]
-        row += [f"{loss:.4f}" for loss in result["loss"]]
+    for label, losses in labelled(results):
+        row = [label]
+        row += [f"{loss:.4f}" for loss in losses["loss"]]
         if has_gains:
-            value = None if is_control else gains[name]
+            value = gains.get(label)
             row.append("" if value is None else f"{value:+.4f}")
         table.append(row)
-        errors += [error for error in result["standard_error"] if error is not None]
+        errors += [error for error in losses["standard_error"] if error is not None]
     print_table(table, width=9)
     if errors:
         spread = f"{min(errors):.4f} to {max(errors):.4f}"
         print(f"{first['tokens']:,} tokens; standard error of a loss over this text: {spread}")
     if has_gains:
         print(MEANING)
+    for sentence in on_documents(results):
+        print(sentence)
+
+
+def labelled(results: Results) -> Iterator[tuple[str, dict]]:
+    """The rows of the table: each run, then what was measured beside it."""
+    for name, result in results.items():
+        yield name, result
+        if "joined" in result:
+            yield "  joined", result["joined"]
+        if "control" in result:
+            yield f"  sliding window of {result['control']['window']}", result["control"]
+
+
+def on_documents(results: Results) -> list[str]:
+    """Sentences on runs with document_mask, whose losses are of attention within documents."""
+    masked = [name for name, result in results.items() if is_masked(result)]
+    others = [name for name in results if name not in masked]
+    if not masked:
+        return []
+    sentences = [
+        f"apart, each document by itself, as in training: {', '.join(masked)}; joined: the same "
+        "weights without the document mask"
+    ]
+    if others:
+        sentences.append(
+            f"trained and measured without the mask: {', '.join(others)}: such a loss has the "
+            "context of a row `joined`, and cannot be compared with one apart"
+        )
+    return sentences
+
+
+def is_masked(result: dict) -> bool:
+    return any(chunk.get("documents") == "apart" for chunk in result["parts"].values())
 
 
 def plot(results: Results, title: str, by_position: bool = False) -> Figure:
@@ -277,14 +352,17 @@ def plot(results: Results, title: str, by_position: bool = False) -> Figure:
     first_drawn = int(FIRST_DRAWN * shortest)
     curves = []
     for name, result, is_control in with_controls(results):
-        x = result["lengths"]
-        y = result["loss"]
-        if by_position:
-            longest = list(result["parts"].values())[-1]
-            losses = smoothed(longest["loss_by_position"])
-            x = range(first_drawn + 1, len(losses) + 1)
-            y = losses[first_drawn:]
-        curves.append(Curve(name, x, y, thin=is_control))
+        of_label = {name: as_trained(result["parts"])}
+        if "joined" in result:
+            of_label[f"{name}, joined"] = joined_chunks(result["parts"])
+        for label, chunks in of_label.items():
+            x: Sequence[int] = [chunk["length"] for chunk in chunks]
+            y = [chunk["loss"] for chunk in chunks]
+            if by_position:
+                losses = smoothed(chunks[-1]["loss_by_position"])
+                x = range(first_drawn + 1, len(losses) + 1)
+                y = losses[first_drawn:]
+            curves.append(Curve(label, x, y, thin=is_control))
     xlabel = "position" if by_position else "length"
     return draw_by_length(results.values(), title, curves, xlabel, UNIT)
 

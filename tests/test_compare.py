@@ -239,6 +239,7 @@ def test_other_tasks(compared, tmp_path, task, settings, unit):
         ([SOFTMAX, "--attention=lssa,lsar,softmax"], ["did you mean lssar?"]),
         ([SOFTMAX, "--attention=softmax,lssar"], ["attention = 'lssar' needs p"]),
         ([SOFTMAX, "--block_size=16,32"], ["--block_size", "--scale FILE.py"]),
+        ([SOFTMAX, "--document_mask=True,False"], ["--document_mask: entries cannot differ in it"]),
         ([SOFTMAX, TINY], ["it has val_tokens = 65536, not the scale's 256"]),
         ([SOFTMAX, LSSAR, "--scale=recal/tiny"], ["'recal/tiny' must be a file of configs/scales"]),
         ([SOFTMAX, LSSAR, "--seeds=0"], ["--seeds 0 must be at least 1"]),

@@ -62,13 +62,14 @@ def build(request):
     return new
 
 
-def generated(model, **options):
+def generated(model, prompts=x, mask=None, **options):
     return model.generate(
-        x,
+        prompts,
         max_new_tokens=12,
         do_sample=False,
         pad_token_id=0,
-        attention_mask=torch.ones_like(x),
+        eos_token_id=None,
+        attention_mask=torch.ones_like(prompts) if mask is None else mask,
         disable_compile=True,
         **options,
     )
@@ -94,15 +95,42 @@ def test_variants_train_and_generate(build, name, p):
     assert torch.equal(generated(model, cache_implementation="static"), whole)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name, p", [("lssar", 15.0), ("ssmax", None)])
+def test_padding_and_packed_documents_change_nothing(build, name, p):
+    """With a cache, too, and one that has room for later keys."""
+    model = attach(build().double(), name, p)
+    lengths = [9, 20, 11]
+    prompts = x.repeat(2, 1)[:3]
+    mask = (torch.arange(24) < torch.tensor(lengths)[:, None]).long()  # all are padded
+    right = torch.cat((prompts, x.new_zeros(3, 4)), dim=1)
+    left = torch.stack([row.roll(24 - n) for row, n in zip(right, lengths, strict=True)])
+    alone = [model(row[None, :n]).logits[0] for row, n in zip(right, lengths, strict=True)]
+
+    on_the_right = model(right, attention_mask=mask).logits[mask.bool()]
+    torch.testing.assert_close(on_the_right, torch.cat(alone))
+    mask = mask.flip(1)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    on_the_left = model(left, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+    torch.testing.assert_close(on_the_left, torch.cat(alone))
+    packed = {"input_ids": left[mask.bool()][None], "position_ids": positions[mask.bool()][None]}
+    torch.testing.assert_close(model(**packed, use_cache=False).logits[0], torch.cat(alone))
+
+    for options in ({"use_cache": False}, {}, {"cache_implementation": "static"}):
+        texts = generated(model, left, mask, **options)
+        for text, row, n in zip(texts, right, lengths, strict=True):
+            assert torch.equal(text[24 - n :], generated(model, row[None, :n])[0])
+
+
 def test_what_would_compute_another_attention_is_refused(build):
-    """Masks that are not causal, dropout and learned sinks."""
-    model, padded = attach(build(), "lssar", 15.0), torch.ones_like(x)
-    model(x, attention_mask=padded)
-    padded[0, :3] = 0
+    """Masks with holes, documents that the mask does not have, dropout and learned sinks."""
+    model, hole = attach(build(), "lssar", 15.0), torch.ones_like(x)
+    hole[0, 3] = 0
+    with pytest.raises(UserError, match="mask is neither causal nor"):
+        model(x, attention_mask=hole)
     packed = torch.arange(10).repeat(2, 2)
-    for options in ({"attention_mask": padded}, {"position_ids": packed}):
-        with pytest.raises(UserError, match="mask is not causal"):
-            model(x, use_cache=False, **options)
+    with pytest.raises(UserError, match="position_ids restart within a document of the"):
+        model(x, position_ids=packed, use_cache=True)
     attention, (q, k, v) = model.model.layers[0].self_attn, torch.randn(3, 1, 4, 5, 8)
     with pytest.raises(UserError, match="dropout and learned sinks"):
         attend(attention, q, k, v, None, s_aux=torch.zeros(4))

@@ -1,6 +1,7 @@
 """Loss at lengths beyond the training length."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -199,6 +200,51 @@ def test_eval_length_by_position(module_run, call, shards):
         assert sum(long["loss_by_position"]) / 64 == pytest.approx(long["loss"], rel=1e-12)
         assert "loss_by_position" not in short
     assert not_blank(run / "loss_by_position.png")
+
+
+@pytest.mark.usefixtures("pictures")
+def test_a_run_with_document_mask_is_measured_apart_and_joined(
+    module_run, call, shards, tmp_path, capsys
+):
+    data = shutil.copytree(shards, tmp_path / "data")
+    (path,) = data.glob("*_val_*.bin")
+    tokens = read_shard(path)
+    tokens[::11] = 256  # end-of-text
+    write_shard(path, tokens)
+    masked = module_run("ssmax.py", f"--data_dir={data}", "--document_mask")
+    plain = module_run("softmax.py", f"--data_dir={data}")
+    arguments = (masked, plain, "--lengths=16,64", "--per_position")
+    call(eval_length, *arguments, "--no_joined")
+    assert "  joined" not in capsys.readouterr().out
+    call(eval_length, *arguments)
+    measurements = json.loads((masked / "eval_length.json").read_text())
+    control, result = sorted(measurements, key=lambda measurement: measurement["window"] or 99)
+    parts = result["parts"]
+    assert list(control["parts"]) == ["16 tokens apart", "64 tokens apart by position"]
+    assert list(measured_losses(plain)[0]["parts"]) == ["16 tokens", "64 tokens by position"]
+    for documents in ("apart", "joined"):
+        changes = {"document_mask": documents == "apart"}
+        short, long = (
+            direct_losses(masked, data, length, "dynamic_ntk", changes) for length in (16, 64)
+        )
+        chunk = parts[f"64 tokens {documents} by position"]
+        assert chunk["documents"] == parts[f"16 tokens {documents}"]["documents"] == documents
+        assert parts[f"16 tokens {documents}"]["loss"] == pytest.approx(short.mean().item(), 1e-5)
+        assert chunk["loss"] == pytest.approx(long.mean().item(), rel=1e-5)
+        assert chunk["loss_by_position"] == pytest.approx(long.mean(0).tolist(), rel=1e-5)
+    printed = capsys.readouterr().out
+    for says in (
+        f"  joined {parts['16 tokens joined']['loss']:.4f}",
+        "apart, each document by itself, as in training: ssmax, document_mask True; joined: ",
+        "without the mask: softmax, document_mask False: such a loss",
+    ):
+        assert says in re.sub("(?<=[a-z0-9]) +", " ", printed)
+    result |= eval_length.summarise(parts)
+    for by_position in (False, True):
+        (legend,) = eval_length.plot({"a": result}, "", by_position).legends
+        assert [text.get_text() for text in legend.texts] == ["a", "a, joined"]
+    call(eval_length, masked, "--lengths=5", "--whole_documents")
+    assert "apart" not in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("pictures")

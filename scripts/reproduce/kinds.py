@@ -40,7 +40,9 @@ def loss(
     """Measure the loss by length, over the same tokens at each length."""
 
     def options(config: Config) -> LossOptions:
-        return LossOptions(lengths=lengths(multiples, config), tokens=config.val_tokens)
+        return LossOptions(
+            lengths=lengths(multiples, config), tokens=config.val_tokens, no_joined=True
+        )
 
     return Experiment(
         title=title,
@@ -105,7 +107,9 @@ def loss_by_position(
     def options(config: Config) -> LossOptions:
         length = at(multiple, config)
         tokens = sequences * length if sequences else config.val_tokens
-        return LossOptions(lengths=(length,), tokens=tokens, per_position=True, **opened)
+        return LossOptions(
+            lengths=(length,), tokens=tokens, per_position=True, no_joined=True, **opened
+        )
 
     def values(measured: dict, config: Config) -> list[float]:
         curve = smoothed(only_part(measured)["loss_by_position"])

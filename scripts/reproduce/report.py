@@ -276,13 +276,16 @@ def trained(table: dict, work: Work, seeds: list[int]) -> str:
 def data_of(config: Config) -> str:
     """Say what the models are trained on."""
     recall = f"recall task {config.recall}"
+    text = config.data_dir
+    if config.document_mask:
+        text += ", with attention within documents"
     if config.task == "orbits":
         return "simulated orbits"
     if config.task == "recall":
         return recall
     if config.task == "language":
-        return config.data_dir
-    return f"{config.data_dir} and {recall} in turn"
+        return text
+    return f"{text} and {recall} in turn"
 
 
 def mean_over(seeds: list[int], rows: Collection[dict]) -> str:
