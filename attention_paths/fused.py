@@ -30,12 +30,10 @@ def variant_obstacle(variant: Variant, head_size: int) -> str | None:
     return None
 
 
-def obstacle(layer: ReferenceAttention, q: Tensor, context: Context) -> str | None:
+def obstacle(layer: ReferenceAttention, q: Tensor) -> str | None:
     """Why the kernels cannot take these queries; None if they can."""
     if reason := variant_obstacle(layer.variant, layer.head_size):
         return reason
-    if context.document_positions is not None:
-        return "the kernels have no document mask"
     if launch is None:
         return "Triton is not installed"
     if not (q.is_cuda or launch.INTERPRETED):
@@ -95,6 +93,10 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
     sink = None
     if rows.sink is not None:
         sink = entry.argument * rows.sink[:, 0, 0]
+    first_key = None
+    if rows.document_positions is not None:
+        first_key = (rows.last - rows.document_positions).clamp_min(0).int()  # [B, 1, Lq, 1]
+        first_key = first_key.expand(*q.shape[:3], 1)[..., 0]
     window = layer.window
     if window is not None and window >= k.shape[2]:
         window = None
@@ -106,6 +108,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         gain=gain,
         sink=sink,
         key_bias=key_bias,
+        first_key=first_key,
         save=save,
         phi=variant.phi.kernel,
         p=float(layer.p or 0),

@@ -83,9 +83,8 @@ class Attention(ReferenceAttention):
         """Return the path to take: 'sdpa', 'varlen', 'triton', 'blocked' or 'reference'.
 
         Softmax at any scale takes torch's attention; on a GPU, where SDPA's FlashAttention takes no
-        mask, windows and documents take varlen_attn, or where it cannot run the kernels. With
-        documents the kernels cannot run. Raises UserError where `impl` requires kernels that cannot
-        run.
+        mask, windows and documents take varlen_attn, or where it cannot run the kernels. Raises
+        UserError where `impl` requires kernels that cannot run.
         """
         if self.impl not in ("auto", "triton"):
             return self.impl
@@ -96,7 +95,7 @@ class Attention(ReferenceAttention):
             return "sdpa"
         if by_sdpa and varlen_obstacle(q, Lk) is None:
             return "varlen"
-        reason = obstacle(self, q, context)
+        reason = obstacle(self, q)
         if reason is None and (q.is_cuda or self.impl == "triton"):
             return "triton"
         if self.impl == "triton":

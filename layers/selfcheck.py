@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from attention_paths.module import Attention
 from attention_paths.reference import Context
 from config import Config
 from errors import UserError
+from layers.documents import positions_in_documents
 from layers.heads import formulas_hash
 
 # The largest relative error, (8 + p) roundings of bfloat16, to which float32 inputs come close in
@@ -52,7 +54,7 @@ def check_kernels(
     facts: dict[str, Any] = {"attention_path": paths}
     line = f"attention path: {paths}"
     if "blocked" in by_path and config.attention_impl == "auto":
-        reason = obstacle(by_path["blocked"][0], q, context) or "this is cpu"
+        reason = obstacle(by_path["blocked"][0], q) or "this is cpu"
         line += f" (not triton: {reason})"
     fused = by_path.get("triton")
     if fused:
@@ -84,7 +86,7 @@ def check(layer: Attention, config: Config, q: Tensor) -> tuple[float, str]:
     """The largest error of a layer's kernels, in the dtype of q, and the problem, "" if none."""
     groups = layer.n_head if config.kv_heads == config.n_head else 1
     try:
-        errors = relative_errors(layer, groups, config.forget, q)
+        errors = relative_errors(layer, groups, config, q)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # another path would take more memory; a CUDA error leaves no usable context
     except Exception as raised:  # whatever Triton raises
@@ -98,12 +100,13 @@ def check(layer: Attention, config: Config, q: Tensor) -> tuple[float, str]:
 def relative_errors(
     layer: Attention,
     groups: int,
-    forget: bool,
+    config: Config,
     q: Tensor,
 ) -> dict[str, float]:
     """Relative errors of the kernels for two lengths, ODD and EVEN.
 
-    With a window, also for the last ODD queries after so many keys that it hides some.
+    With a window, also for the last ODD queries after so many keys that it hides some. With
+    document_mask there are four documents, one of them a single token.
     """
     errors = {}
     impl = layer.impl
@@ -113,10 +116,15 @@ def relative_errors(
         shapes = [(heads, queries), (groups, keys), (groups, keys), (heads, queries)]
         tensors = [torch.randn(1, *shape, layer.head_size, generator=g).to(q) for shape in shapes]
         gates = F.logsigmoid(2 + torch.randn(1, heads, keys, generator=g)).to(q.device)
-        log_forget = gates if forget else None
-        fused = evaluate(layer, tensors, log_forget)
+        context = Context(log_forget=gates if config.forget else None)
+        if config.document_mask:
+            is_start = torch.zeros(1, keys, dtype=torch.bool, device=q.device)
+            is_start[0, [keys // 7, keys // 7 + 1, keys // 2]] = True
+            positions = positions_in_documents(is_start)[:, keys - queries :]
+            context = replace(context, document_positions=positions)
+        fused = evaluate(layer, tensors, context)
         layer.impl = "reference"
-        exact = evaluate(layer, [x.float() for x in tensors], log_forget)
+        exact = evaluate(layer, [x.float() for x in tensors], context)
         layer.impl = impl
         for name, value in fused.items():
             # of gradients that are nearly 0, as of sharp weights, relative to the output's gradient
@@ -129,7 +137,7 @@ def relative_errors(
 def evaluate(
     layer: Attention,
     tensors: list[Tensor],
-    log_forget: Tensor | None,
+    context: Context,
 ) -> dict[str, Tensor]:
     """The output for q, k, v, its gradients by all that is learnt, and the last query's output.
 
@@ -137,14 +145,13 @@ def evaluate(
     """
     q, k, v, gradient = tensors
     learnt = {"q": q, "k": k, "v": v, **dict(layer.named_parameters())}
-    if log_forget is not None:
-        learnt["gates"] = log_forget
+    if context.log_forget is not None:
+        learnt["gates"] = context.log_forget
     for x in learnt.values():
         x.requires_grad_()
-    context = Context(log_forget=log_forget)
     out = layer(q, k, v, context)
     gradients = torch.autograd.grad(out, list(learnt.values()), gradient)
     with torch.no_grad():
-        last = layer(q[:, :, -1:], k, v, context)
+        last = layer(q[:, :, -1:], k, v, context.select(queries=slice(-1, None)))
     names = ("output", "last output", *(f"gradient of {name}" for name in learnt))
     return dict(zip(names, (out.detach(), last, *gradients), strict=True))

@@ -39,12 +39,14 @@ from tqdm import tqdm
 # for a script that is run as a file: the repository's modules are not beside it
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from attention_paths.reference import NO_CONTEXT, Context
 from config import Config, load_config
 from data.tasks import TASKS
 from errors import UserError, check_choice, command
 from generation import next_logits
 from layers.build import build_model
 from layers.cache import KVCache
+from layers.documents import positions_in_documents
 from layers.selfcheck import check_kernels
 from model import GPT, compile_model
 from optim import build_optimizers
@@ -58,6 +60,8 @@ PAPER = LSSAR["table_a7"]
 PHASES = ("train", "eval", "decode", "attention", "attention_eval")
 # Calls of attention in a step: the host prepares one while the GPU computes another.
 CALLS = 10
+# The average length of a document in tokens, with document_mask.
+DOCUMENT_LENGTH = 512
 UNFUSED = ("--attention_impl=reference", "--compile=False")
 PLAIN = "plain"  # stands where a config file does: PlainGPT
 
@@ -160,8 +164,8 @@ def parse_model(path: str, impl: str, settings: list[str]) -> Config:
         raise UserError(f"plain is trained with adamw, not with {config.optimizer}")
     if config.batch_size == 0:
         raise UserError("batch_size = 0 fits a training run; benchmark takes the size to measure")
-    if config.document_mask:
-        raise UserError("benchmark takes no --document_mask: its tokens are random, not documents")
+    if path == PLAIN and config.document_mask:
+        raise UserError("plain takes no --document_mask: its attention joins documents")
     if config.dry_run:
         raise UserError("benchmark takes no --dry_run: it writes no run")
     if TASKS[config.task].tokens_per_position > 1:
@@ -280,6 +284,8 @@ def build_step(config: Config, phase: str, device: torch.device, plain: bool, sa
         return attention_step(config, device, phase == "attention", say)
     shape = (2, config.batch_size, config.block_size)
     x, y = torch.randint(config.n_vocab, shape, device=device)
+    if config.document_mask:
+        x[draw_starts(config, device)] = config.end_of_text
     compiles = pick_compile(config.compile, device)
     if plain:
         plain_model = PlainGPT(config).to(device)
@@ -289,6 +295,7 @@ def build_step(config: Config, phase: str, device: torch.device, plain: bool, sa
     model = build_model(config).to(device)
     check_kernels(model, config, pick_dtype(config.dtype, device), say=say)
     if phase == "decode":  # generation is not compiled
+        model.document_start = None  # the cache is one document
         return decoding_step(model.eval(), config, x)
     if compiles:
         compile_model(model, TASKS[config.task].varied_lengths)
@@ -299,6 +306,11 @@ def build_step(config: Config, phase: str, device: torch.device, plain: bool, sa
     model.eval()
     losses_fn = partial(loss_of_all_logits, model) if unfused else model.token_losses
     return evaluation_step(losses_fn, config, x, y)
+
+
+def draw_starts(config: Config, device: torch.device) -> Tensor:
+    """Draw with which tokens of a batch documents begin, bool [B, L]."""
+    return torch.rand(config.batch_size, config.block_size, device=device) < 1 / DOCUMENT_LENGTH
 
 
 def loss_of_all_logits(model: GPT, x: Tensor, y: Tensor) -> Tensor:
@@ -369,11 +381,14 @@ def attention_step(config: Config, device: torch.device, training: bool, say: Sa
     packed = torch.randn(shape, device=device, dtype=dtype).permute(2, 0, 3, 1, 4)
     qkv = [x.detach().requires_grad_(training) for x in packed[:3]]  # each [B, H, L, d]
     gradient = packed[3]
+    context = NO_CONTEXT
+    if config.document_mask:
+        context = Context(document_positions=positions_in_documents(draw_starts(config, device)))
 
     def step() -> None:
         for _ in range(CALLS):
             with torch.set_grad_enabled(training):
-                out = attention(*qkv)
+                out = attention(*qkv, context)
             if training:
                 torch.autograd.grad(out, qkv, gradient)
 

@@ -118,7 +118,8 @@ def launches(
     layer = build(case, d)
     q, k, v = (torch.zeros(1, 2, 256, d, dtype=dtype, requires_grad=True) for _ in "qkv")
     gates = torch.zeros(1, 2, 256, requires_grad=True) if "forget" in case else None
-    context = Context(log_forget=gates)
+    positions = torch.zeros(1, 256, dtype=torch.int32) if "document_mask" in case else None
+    context = Context(log_forget=gates, document_positions=positions)
     recorded = []
     run = triton.JITFunction.run
 
@@ -132,7 +133,7 @@ def launches(
         fused(layer, q, k, v, context).sum().backward()
         with torch.no_grad():
             fused(layer, q, k, v, context)
-            fused(layer, q[:, :, -1:], k, v, context)
+            fused(layer, q[:, :, -1:], k, v, context.select(queries=slice(-1, None)))
     finally:
         triton.JITFunction.run = run
     return recorded

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from attention import VARIANTS
 from attention_paths.check import check_variant
 from attention_paths.fused import variant_obstacle
-from attention_paths.reference import NO_CONTEXT, Context
+from attention_paths.reference import Context
+from layers.documents import positions_in_documents
 from layers.heads import build_attention
 from tests.helpers import ATTENTIONS, small_config
 
@@ -44,13 +45,26 @@ SETTINGS = {
     "ablations/phi_softplus.py --p=1.5 --forget=True --n_kv_head=1": (17, 18),
     "ablations/phi_gelu.py --forget=True": (17, 18),
     "softpick.py --forget=True --softcap=3 --window=9": (18, 20),
+    "lssar_p15.py --document_mask": (70, 70),
+    "lssa.py --document_mask --n_kv_head=1": (5, 50),
+    "sigmoid_logn.py --document_mask --window=24": (50, 50),
+    "ssmax_bias.py --document_mask --positions=alibi --sink=learned --window=8": (33, 50),
+    "lssar_p3.py --document_mask --forget=True --softcap=3 --window=12": (21, 21),
+    "softpick.py --document_mask --forget=True --n_kv_head=1": (18, 24),
 }
+
+# The tokens with which documents begin in the first sequence of a batch, at a tile's border and
+# within tiles, one of them of one token; and in the others, after several tiles less one token.
+STARTS = [5, 6, 16, 43, 127, 200]
+OTHER_STARTS = [63]
 
 
 def build(case, d, *more):
     """The attention of a config file, with settings behind it if any, and scalars of its own."""
     sizes = [f"--n_embd={2 * d}", f"--block_size={BLOCK_SIZE}", f"--total_batch_size={BLOCK_SIZE}"]
-    layer = build_attention(small_config(case, *sizes, *more), layer=0)
+    config = small_config(case, *sizes, *more)
+    layer = build_attention(config, layer=0)
+    layer.document_mask = config.document_mask  # which call reads
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -102,6 +116,14 @@ def inputs_of(case, tensors, gates=None):
     return [q, k, v, *([F.logsigmoid(gates)] if config.forget else []), gradient]
 
 
+def document_positions(B, Lq, Lk):
+    """The positions within documents of the last Lq of Lk tokens, [B, Lq]."""
+    is_start = torch.zeros(B, Lk, dtype=torch.bool)
+    is_start[:1, [token for token in STARTS if token < Lk]] = True
+    is_start[1:, [token for token in OTHER_STARTS if token < Lk]] = True
+    return positions_in_documents(is_start)[:, Lk - Lq :]
+
+
 def kernels(case, d, *more):
     return build(case, d, TRITON, *more).to(DEVICE)
 
@@ -111,13 +133,22 @@ def in_float64(case, d, *more):
     return build(case, d, REFERENCE, *more).double()
 
 
-def call(layer, q, k, v, log_forget=None):
-    """The layer's output on the CPU, of inputs there."""
+def call(layer, q, k, v, log_forget=None, formula=None):
+    """The layer's output on the CPU, of inputs there, or that of formula(layer, q, k, v, context).
+
+    With document_mask it is within STARTS' documents.
+    """
     device = DEVICE if layer.impl == "triton" else "cpu"
-    q, k, v, log_forget = (x if x is None else x.to(device) for x in (q, k, v, log_forget))
-    return layer(
-        q, k, v, NO_CONTEXT if log_forget is None else Context(log_forget=log_forget)
-    ).cpu()
+    positions = None
+    if layer.document_mask:
+        positions = document_positions(len(q), q.shape[2], k.shape[2]).to(device)
+    if log_forget is not None:
+        log_forget = log_forget.to(device)
+    context = Context(log_forget=log_forget, document_positions=positions)
+    inputs = [x.to(device) for x in (q, k, v)]
+    if formula is None:
+        return layer(*inputs, context).cpu()
+    return formula(layer, *inputs, context)
 
 
 def decode(layer, q, *others):
@@ -126,16 +157,16 @@ def decode(layer, q, *others):
         return call(layer, q[:, :, -1:], *others)
 
 
-def evaluate(layer, tensors, formula=call):
+def evaluate(layer, tensors, formula=None):
     """The output and the gradients by q, k, v and every parameter, by name, flat, in float64.
 
-    Of the layer, or of formula(layer, q, k, v). Forget gates may follow v; the output's gradient is
-    last.
+    Of the layer, or of formula(layer, q, k, v, context). Forget gates may follow v; the output's
+    gradient is last.
     """
     *inputs, gradient = tensors
     inputs = [x.clone().requires_grad_() for x in inputs]
     learnt = dict(layer.named_parameters())
-    out = formula(layer, *inputs)
+    out = call(layer, *inputs, formula=formula)
     found = torch.autograd.grad(out, [*inputs, *learnt.values()], gradient)
     names = ["out", "dq", "dk", "dv", "dlog_forget"][: len(tensors)] + [f"d{n}" for n in learnt]
     values = [x.detach().double().cpu().flatten() for x in (out, *found)]
@@ -146,7 +177,7 @@ def exact_evaluation(case, tensors):
     return evaluate(in_float64(case, tensors[0].shape[-1]), [x.double() for x in tensors])
 
 
-def compare(case, tensors, formula=call, coarser=None):
+def compare(case, tensors, formula=None, coarser=None):
     """Asserts that the kernels' error is at most twice a formula's error in the same dtype, plus
     roundings, which p multiplies. The last row is also computed by decoding.
 

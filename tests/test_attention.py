@@ -119,6 +119,8 @@ def test_equals_the_formula(case):
     shapes += [(1, 4), (2, 5), (3, 5), (1, 33), (5, 20)]
     calls = [(*shape, NO_CONTEXT) for shape in shapes]
     calls.append((4, 6, Context(score_scale=1.7)))
+    positions = torch.tensor([[1, 2, 0, 0, 1], [2, 3, 4, 5, 6]])
+    calls.append((5, 7, Context(document_positions=positions)))
     for Lq, Lk, context in calls:
         q, k, v = draw(Lq, Lk, seed=Lk)
         expected = textbook.weights(attn, q, k, context)

@@ -85,6 +85,7 @@ def test_a_model_of_every_path_and_one_plain_model(table):
         (["plain", "--optimizer=muon"], "plain is trained with adamw, not with muon"),
         (["configs/softmax.py", "--dry_run"], "no --dry_run"),
         (["configs/scales/orbits/tiny.py"], "one token a position, not task = orbits"),
+        (["plain", "--document_mask"], "plain takes no --document_mask"),
         (["plain", "--rounds=0"], "--rounds 0 must be at least 1"),
         (["plain", "--phases=eval"], "--phases = 'eval'; it is one of train"),
         (["configs/fox.py", "--phases=attention", "--rounds=1"], "knows no gates"),
@@ -189,6 +190,26 @@ def test_the_plain_model_is_causal():
     last = first.flip(1)
     torch.testing.assert_close(model(x, first), model(changed, first))
     assert not torch.isclose(model(x, last), model(changed, last))
+
+
+def test_documents_begin_within_the_windows(monkeypatch):
+    """In training and in attention alone; the cache of a generated token is one document."""
+    monkeypatch.setattr(benchmark, "DOCUMENT_LENGTH", 3)
+    documents = []
+    forward = Attention.forward
+
+    def noting_forward(self, q, k, v, context):
+        documents.append(context.document_positions)
+        return forward(self, q, k, v, context)
+
+    monkeypatch.setattr(Attention, "forward", noting_forward)
+    for phase in ("train", "attention"):
+        build_step("ssmax", phase, *SHORT, "--document_mask")()
+        positions = documents.pop()
+        assert positions.shape == (2, 8)
+        assert (positions[:, 1:] == 0).any()
+    build_step("ssmax", "decode", *SHORT, "--document_mask")()
+    assert documents.pop() is None
 
 
 def test_a_generated_token_is_that_after_a_full_cache(monkeypatch):

@@ -153,6 +153,28 @@ def test_a_model_computes_each_document_alone(case, impl, small_blocks):
     assert not torch.allclose(joined, packed, atol=1e-3)
 
 
+@pytest.mark.parametrize("case", ["hybrid_lssar_p5.py", "t6_lssar_p15.py"])
+def test_a_model_by_the_kernels_is_the_reference(case):
+    """Values, gradients and a cache of several documents."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    idx = packed_tokens()
+    gradient = torch.linspace(-1, 2, 2 * 16 * 16, dtype=torch.float64).view(2, 16, 16)
+    results = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        model = small_model(case, "--document_mask", f"--attention_impl={impl}", "--n_layer=1")
+        model = model.to(dtype)
+        parameters = [p for name, p in model.named_parameters() if "lm_head" not in name]
+        hidden = model.hidden(idx)
+        gradients = torch.autograd.grad(hidden, parameters, gradient.to(dtype))
+        cache = KVCache(16)
+        with torch.no_grad():
+            chunks = [model.hidden(chunk, cache) for chunk in idx.split([13, 1, 1, 1], dim=1)]
+        results.append([hidden, *gradients, torch.cat(chunks, dim=1)])
+    for actual, exact in zip(*results, strict=True):
+        error = (actual.double() - exact).norm()
+        assert error < 1e-4 * exact.norm()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("scaling", ["dynamic_ntk", "yarn"])
 @pytest.mark.parametrize("case", ["ssmax.py", "lssar_p15.py", "hybrid.py", "t6.py --n_head=3"])
@@ -210,7 +232,16 @@ def test_prompts_of_several_documents_continue_the_last_one():
         assert torch.equal(text[start:], alone[0])
 
 
-@pytest.mark.parametrize("case", ["softmax.py", "lssar_p15.py", "hybrid.py", "stick_breaking.py"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "softmax.py",
+        "lssar_p15.py",
+        "hybrid.py",
+        "stick_breaking.py",
+        "lssar_p15.py --attention_impl=triton",
+    ],
+)
 def test_blocks_compile_without_graph_breaks(case, monkeypatch):
     torch._dynamo.reset()
     compiled = CompileCounter()
@@ -308,10 +339,7 @@ def test_a_resumed_run_keeps_its_mask(train, documents, refused):
     refused(train, "run", *settings, "--resume", "--document_mask", says=says)
 
 
-def test_what_cannot_mask_documents_refuses_them(words_file, tmp_path, train, documents, refused):
-    says = "attention_impl = 'triton' cannot be used: the kernels have no document mask"
-    masked = (*MASKED, f"--data_dir={documents}", "--max_iters=0")
-    refused(train, "run", *masked, "--attention_impl=triton", says=says)
+def test_what_cannot_mask_documents_refuses_them(words_file, tmp_path):
     for task in ("orbits", "recall"):
         with pytest.raises(UserError, match="document_mask = True has an effect with task"):
             small_config("softmax.py", "--document_mask", f"--task={task}")
@@ -325,8 +353,7 @@ def test_what_cannot_mask_documents_refuses_them(words_file, tmp_path, train, do
 
 
 def test_commands_that_read_no_documents_refuse_them(train, documents, call, refused):
-    from scripts import attention_maps, benchmark
+    from scripts import attention_maps
 
     run = train("run", *MASKED, f"--data_dir={documents}", "--max_iters=0")
     refused(call, attention_maps, run, says="cannot measure a run with document_mask")
-    refused(call, benchmark, "configs/softmax.py", "--document_mask", says="takes no --document_m")

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ import attention
 import attention_paths.fused
 from attention import VARIANTS, Phi, Variant
 from attention_paths.fused import obstacle, variant_obstacle
-from attention_paths.reference import NO_CONTEXT
+from attention_paths.reference import Context
 from config import load_config
 from data.tasks import TASKS
 from errors import UserError
@@ -28,6 +29,7 @@ from tests.fused import (
     FUSED,
     REFERENCE,
     SETTINGS,
+    STARTS,
     TRITON,
     build,
     call,
@@ -61,6 +63,24 @@ def test_every_variant(case):
     index = FUSED.index(case)
     L, d = LENGTHS[index % len(LENGTHS)], (16, 24, 64)[index % 3]
     compare(case, draw_off_kinks(L, L, d, FLOAT32))
+
+
+def each_document_alone(layer, q, k, v, context):
+    """The layer's output where each of STARTS' documents is a sequence of its own."""
+    sizes = [end - start for start, end in pairwise([0, *STARTS[:3], q.shape[2]])]
+    documents = zip(*(x.split(sizes, dim=2) for x in (q, k, v)), strict=True)
+    return torch.cat([layer(*document) for document in documents], dim=2)
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_every_variant_within_documents(case):
+    tensors = draw_off_kinks(21, 21, 16, FLOAT32)
+    within = compare(f"{case} --document_mask", tensors)
+    doubles = [x.double() for x in tensors]
+    alone = evaluate(in_float64(case, 16), doubles, each_document_alone)
+    for name, exact in alone.items():
+        error = (within[name] - exact).norm()
+        assert error <= 1e-4 * max(exact.norm(), tensors[-1].norm()), name
 
 
 @pytest.mark.parametrize(
@@ -210,16 +230,17 @@ def test_a_nan_comes_out_as_nan(case):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the GPU's tiles are larger")
+@pytest.mark.parametrize("edge", ["--window=12", "--document_mask"])
 @pytest.mark.parametrize("case, atomic", [("lssar_p15.py", True), ("ssmax_bias.py", False)])
-def test_tiles_outside_the_window_are_never_visited(case, atomic, monkeypatch):
+def test_tiles_that_no_row_sees_are_never_visited(case, atomic, edge, monkeypatch):
     """Rows 32 to 63 see keys in tiles from 16 on; keys 0 to 15 are seen in tiles of rows up to 31.
 
     What is outside is NaN, which any use of it, even with weight 0, would pass on.
     """
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: not atomic)
-    layer = build(case, 16, "--window=12", TRITON)
+    layer = build(case, 16, edge, TRITON)
     q, k, v, gradient = draw(64, 64, 16, FLOAT32)
-    clean = evaluate(build(case, 16, "--window=12", REFERENCE), (q, k, v, gradient))
+    clean = evaluate(build(case, 16, edge, REFERENCE), (q, k, v, gradient))
     nan = torch.full((1, 2, 32, 16), math.nan)
     k_late, v_late = (torch.cat((nan[:, :, :16], x[:, :, 16:]), dim=2) for x in (k, v))
     q_early, gradient_early = (torch.cat((x[:, :, :32], nan), dim=2) for x in (q, gradient))
@@ -322,6 +343,7 @@ def test_the_operators_are_well_formed():
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     q, k, v, _ = (x.to(DEVICE) for x in draw(20, 20, 16, FLOAT32))
     ones = torch.ones(1, 2, 20, device=DEVICE)
+    first_key = (7 * (torch.arange(20, dtype=torch.int32, device=DEVICE) // 7)).expand(1, 2, -1)
     choices = dict(
         phi="softplus",
         p=3.0,
@@ -340,9 +362,10 @@ def test_the_operators_are_well_formed():
         gain=None,
         sink=None,
         key_bias=ones,
+        first_key=first_key,
     )
     torch.library.opcheck(launch.forward, inputs, dict(save=True, **choices), test_utils=checks)
-    last = launch.Inputs(q[:, :, -1:], k, v, ones[..., :1], None, None, ones)
+    last = inputs._replace(q=q[:, :, -1:], bias=ones[..., -1:], first_key=first_key[..., -1:])
     torch.library.opcheck(launch.forward, last, dict(save=False, **choices), test_utils=checks)
 
 
@@ -411,15 +434,20 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch):
             minor=0,
             device=None,
             dtype=BFLOAT16,
+            shape=(1, 2, 1, 16),
         ),
     ) * 2
     layer = build("lssar_p15.py", 16)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    assert obstacle(layer, q, NO_CONTEXT) is None
+    assert obstacle(layer, q) is None
+    softmax = build("softmax.py", 16)
+    assert softmax.path(q, 4) == "sdpa"
+    # keys are in a cache, which varlen_attn does not take
+    assert softmax.path(q, 4, Context(document_positions=torch.zeros(1, 4))) == "triton"
     gpu.major, gpu.minor = 7, 5
-    assert "8.0 or newer, and this is 7.5" in obstacle(layer, q, NO_CONTEXT)
+    assert "8.0 or newer, and this is 7.5" in obstacle(layer, q)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "AMD" in obstacle(layer, q, NO_CONTEXT)
+    assert "AMD" in obstacle(layer, q)
 
 
 # ---- without a GPU: block shapes and machine code ----

@@ -9,6 +9,7 @@ import torch
 
 from attention import VARIANTS
 from attention_paths.fused import launch
+from attention_paths.reference import Context
 from attention_paths.varlen import has_windows
 from tests import textbook
 from tests.fused import (
@@ -17,6 +18,7 @@ from tests.fused import (
     build,
     compare,
     decode,
+    document_positions,
     draw,
     draw_off_kinks,
     in_float64,
@@ -111,12 +113,14 @@ def test_decoding(case, L, window):
     assert (out - exact).norm() < 2 * torch.finfo(BFLOAT16).eps * exact.norm()
 
 
-def test_softmax_takes_the_kernels_with_a_window_where_varlen_attn_has_none():
+def test_softmax_takes_the_kernels_where_varlen_attn_cannot_run():
     q = torch.zeros(1, 2, 300, 64, device="cuda", dtype=BFLOAT16)
     layer = build("softmax.py", 64, "--window=100")
     assert layer.path(q, 100) == "sdpa"
     assert layer.path(q, 300) == ("varlen" if has_windows() else "triton")
     assert layer.path(q.float(), 300) == "triton"
+    documents = Context(document_positions=document_positions(1, 300, 300))
+    assert layer.path(q.float(), 100, documents) == "triton"
     assert layer.path(q.double(), 300) == "sdpa"
 
 

@@ -1,11 +1,13 @@
 """The check of the kernels before a run: with kernels that are sound, wrong, and that raise."""
 
 import re
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from attention_paths import module
 from attention_paths.module import Attention
 from errors import UserError
 from layers import selfcheck
@@ -57,7 +59,12 @@ def check(case, *more, **others):
 
 @pytest.mark.parametrize(
     "case",
-    ["lssar_p15.py --window=8", "softmax.py --forget=True --n_kv_head=1", "hybrid_lssar_p5.py"],
+    [
+        "lssar_p15.py --window=8",
+        "softmax.py --forget=True --n_kv_head=1",
+        "hybrid_lssar_p5.py",
+        "lssar_p3.py --document_mask",
+    ],
 )
 def test_sound_kernels_agree(automatic, case, capsys):
     _, facts = check(case)
@@ -90,6 +97,18 @@ def test_kernels_that_fail_are_replaced_or_refused(automatic, broken, capsys):
     assert re.search(broken, line) and facts["problem"] in line
     with pytest.raises(UserError, match=broken):
         check("lssa.py", "--attention_impl=triton")
+
+
+def test_kernels_that_join_documents_are_replaced(automatic, monkeypatch, capsys):
+    fused = module.fused
+
+    def joining(layer, q, k, v, context):
+        return fused(layer, q, k, v, replace(context, document_positions=None))
+
+    monkeypatch.setattr(module, "fused", joining)
+    _, facts = check("lssa.py", "--document_mask")
+    assert facts["attention_path"] == "blocked"
+    assert re.search("output with 64 keys differs", capsys.readouterr().err)
 
 
 def test_too_little_memory_is_no_reason_for_another_path(automatic, monkeypatch):

@@ -55,7 +55,10 @@ class Textbook:
         position = torch.arange(Lk, device=q.device)
         self.distance = position[Lk - Lq :, None] - position  # [Lq, Lk]
         self.visible = (self.distance >= 0) & (self.distance < (layer.window or Lk))
-        count = self.visible.sum(-1, keepdim=True)  # [Lq, 1]
+        positions = context.document_positions
+        if positions is not None:  # [B, 1, Lq, Lk]
+            self.visible = self.visible & (self.distance <= positions[:, None, :, None])
+        count = self.visible.sum(-1, keepdim=True)  # [.., Lq, 1]
         self.n = count.to(q.dtype)
         self.log_n = count.double().log().to(q.dtype)
         self.s = by_head(layer.s, q)
@@ -174,7 +177,7 @@ class Textbook:
         rest = torch.ones_like(z[..., 0])
         columns = []
         for j in reversed(range(z.shape[-1])):
-            visible = self.visible[:, j] & (self.distance[:, j] > 0)
+            visible = self.visible[..., j] & (self.distance[:, j] > 0)
             columns.append(rest * torch.sigmoid(z[..., j]) * visible)
             rest = rest * torch.where(visible, torch.sigmoid(-z[..., j]), 1)
         return torch.stack(columns[::-1], -1)

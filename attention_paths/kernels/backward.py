@@ -149,10 +149,10 @@ def gradients(y, dp, bias, key_bias, terms, visible, OPTIONAL, F, C, MASKED):
 
 
 @triton.jit
-def row_spans(block, past, Lq, C, M, N):
+def row_spans(head, block, past, Lq, Lk, ROW_ENDS, C, M, N):
     """The spans of tiles of M rows, for a block of N keys."""
     begin = tl.maximum(block * N - past, 0) // M * M
-    # the first block of rows that all see all of these keys, unless a window hides them
+    # the first block of rows that all see all of these keys, unless the edge hides some
     full = tl.cdiv(tl.maximum(block * N + N - 1 - past, 0), M) * M
     whole = Lq
     last = Lq
@@ -160,6 +160,10 @@ def row_spans(block, past, Lq, C, M, N):
         end = block * N - past + C.WINDOW  # of the rows that see the first of these keys
         whole = tl.minimum(tl.maximum(end, 0) // M * M, Lq)
         last = tl.minimum(end + N - 1, Lq)
+    if ROW_ENDS is not None:  # of the first of these keys and of the last
+        last_key = tl.minimum(block * N + N, Lk) - 1
+        whole = tl.minimum(whole, tiles.load_one(ROW_ENDS, head, block * N) // M * M)
+        last = tl.minimum(last, tiles.load_one(ROW_ENDS, head, last_key))
     return (full, whole), (begin, tl.minimum(full, last)), (tl.maximum(full, whole), last)
 
 
@@ -175,6 +179,7 @@ def backward_keys(
     DK,
     DV,
     DKEY_BIAS,
+    ROW_ENDS,
     H,
     GROUP,
     Lq,
@@ -198,12 +203,12 @@ def backward_keys(
     k = tiles.load(tiles.matrix_of(K, head.b, head.h // GROUP), keys, Lk, C)
     v = tiles.load(tiles.matrix_of(V, head.b, head.h // GROUP), keys, Lk, C)
     key_bias = tiles.load_optional(OPTIONAL.key_bias, head, keys, Lk, 1)
-    spans = row_spans(block, past, Lq, C, BLOCK_M, BLOCK_N)
+    spans = row_spans(head, block, past, Lq, Lk, ROW_ENDS, C, BLOCK_M, BLOCK_N)
 
     dk = tl.zeros(k.shape, tl.float32)
     dv = tl.zeros(k.shape, tl.float32)
     dkey_bias = tl.zeros([BLOCK_N], tl.float32)
-    for SPAN in tl.static_range(2 if C.WINDOW is None else 3):
+    for SPAN in tl.static_range(3 if C.EDGE else 2):
         begin, end = spans[SPAN]
         for start in range(begin, end, BLOCK_M):
             rows = start + tl.arange(0, BLOCK_M)
@@ -217,7 +222,8 @@ def backward_keys(
                 tile_bias = tl.where((rows < Lq)[None, :], key_bias, 0.0)
             y = tiles.dot(k, tl.trans(q), C)
             dp = tiles.dot(v, tl.trans(dout), C)
-            visible = tiles.visible_to(rows[None, :], keys[:, None], past, C)
+            first_key = tiles.load_optional(OPTIONAL.first_key, head, rows, Lq, 0)
+            visible = tiles.visible_to(rows[None, :], keys[:, None], past, first_key, C)
             A, dz, dy = gradients(y, dp, bias, tile_bias, terms, visible, OPTIONAL, F, C, SPAN > 0)
             if OPTIONAL.key_bias is not None:
                 dkey_bias += tl.sum(dz, 1)
@@ -258,16 +264,17 @@ def backward_queries(
     BLOCK_N: tl.constexpr,
 ):
     """What the atomics would sum for dq, for a block of rows; the gradient of their bias."""
-    block = tiles.row_block(Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N)
+    block = tiles.row_block(Q, K, V, H, GROUP, Lq, Lk, OPTIONAL, C, BLOCK_M, BLOCK_N)
     head = block.head
     rows = block.rows
     dout = tiles.load(tiles.contiguous_matrix(DOUT, head, Lq, C), rows, Lq, C)
     bias = row_bias(OPTIONAL.bias, STATS, head, rows, Lq, 1, F)
+    first_key = tiles.load_optional(OPTIONAL.first_key, head, rows, Lq, 1)
     terms = row_terms(STATS, TERMS, head, rows, Lq, 1, C)
 
     dq = tl.zeros(block.q.shape, tl.float32)
     dbias = tl.zeros([BLOCK_M], tl.float32)
-    for SPAN in tl.static_range(2 if C.WINDOW is None else 3):
+    for SPAN in tl.static_range(3 if C.EDGE else 2):
         begin, end = block.spans[SPAN]
         for start in range(begin, end, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
@@ -276,7 +283,7 @@ def backward_queries(
             y = tiles.dot(block.q, tl.trans(k), C)
             dp = tiles.dot(dout, tl.trans(v), C)
             key_bias = tiles.load_optional(OPTIONAL.key_bias, head, keys, Lk, 0)
-            visible = tiles.visible_to(rows[:, None], keys[None, :], block.past, C)
+            visible = tiles.visible_to(rows[:, None], keys[None, :], block.past, first_key, C)
             _, dz, dy = gradients(y, dp, bias, key_bias, terms, visible, OPTIONAL, F, C, SPAN > 0)
             dbias += tl.sum(dz, 1)
             dq = tiles.dot(dy.to(k.dtype), k, C, dq)

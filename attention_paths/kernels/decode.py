@@ -12,6 +12,16 @@ from attention_paths.kernels.phi import relu
 
 
 @triton.jit
+def chunk_span(head, chunk, chunk_size, Lk, OPTIONAL, N):
+    """The first position of a chunk's first tile of N keys, and the end of its positions."""
+    begin = chunk * chunk_size
+    end = tl.minimum(begin + chunk_size, Lk)
+    if OPTIONAL.first_key is not None:
+        begin = tl.maximum(begin, tiles.load_one(OPTIONAL.first_key, head, 0) // N * N)
+    return begin, end
+
+
+@triton.jit
 def decode_scores(
     Q,
     K,
@@ -37,8 +47,8 @@ def decode_scores(
     total = tl.zeros([1], tl.float32)
     a_max = tl.zeros([1], tl.float32)
     y_max = tl.full([1], -float("inf"), tl.float32)
-    end = tl.minimum(chunk * chunk_size + chunk_size, Lk)
-    for start in tl.range(chunk * chunk_size, end, BLOCK_N, num_stages=3):
+    begin, end = chunk_span(head, chunk, chunk_size, Lk, OPTIONAL, BLOCK_N)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
         k = tiles.load(k_matrix, keys, Lk, C).to(tl.float32)
         y = tl.sum(k * q, 1)
@@ -47,6 +57,8 @@ def decode_scores(
         key_bias = tiles.load_optional(OPTIONAL.key_bias, head, keys, Lk, 0)
         y = tiles.argument(y[None, :], bias, key_bias, C)[0]
         visible = (keys < Lk)[None, :]
+        if OPTIONAL.first_key is not None:
+            visible = visible & (keys >= tiles.load_one(OPTIONAL.first_key, head, 0))[None, :]
         tl.store(Y + keys[None, :], y, mask=visible)
         if F.shift is not None:
             y, y_max, rescale = tiles.shifted(y, y_max, visible, F, True)
@@ -110,7 +122,10 @@ def decode_values(
     if OPTIONAL.sink is not None:
         total = total + a_sink
         a_max = tl.maximum(a_max, a_sink)
-    gain, offset, _ = tiles.second_stage(total, a_max, Lk.to(tl.float32))
+    n = Lk
+    if OPTIONAL.first_key is not None:
+        n -= tiles.load_one(OPTIONAL.first_key, head, 0)
+    gain, offset, _ = tiles.second_stage(total, a_max, n.to(tl.float32))
     if OPTIONAL.gain is not None:
         gain = tl.load(tiles.matrix_of(OPTIONAL.gain, head.b, head.h).pointer)
     elif C.P == 0:
@@ -122,8 +137,8 @@ def decode_values(
     if C.P > 0 and OPTIONAL.sink is not None:  # in the first chunk's sum alone
         t_sink = tiles.reweighted(a_sink, gain, offset)
         total_w += tl.where(chunk == 0, tiles.power_less_one(t_sink, C) * t_sink, 0.0)
-    end = tl.minimum(chunk * chunk_size + chunk_size, Lk)
-    for start in tl.range(chunk * chunk_size, end, BLOCK_N, num_stages=3):
+    begin, end = chunk_span(head, chunk, chunk_size, Lk, OPTIONAL, BLOCK_N)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
         a = F.phi(tl.load(Y + keys, mask=keys < Lk, other=0.0) + shift)[0]
         if C.RECTIFIED:
@@ -137,6 +152,8 @@ def decode_values(
             w = gain * a
             skip = w == 0
         skip = skip | (keys >= Lk)
+        if OPTIONAL.first_key is not None:
+            skip = skip | (keys < tiles.load_one(OPTIONAL.first_key, head, 0))
         w = tl.where(skip, 0.0, w)
         total_w += tl.sum(w, 0)
         v = tiles.load(v_matrix, tl.where(skip, Lk, keys), Lk, C)

@@ -22,14 +22,14 @@ def arguments(block, keys, bias, OPTIONAL, Lk, C):
 
 
 @triton.jit
-def visible_in(block, keys, C):
-    return tiles.visible_to(block.rows[:, None], keys[None, :], block.past, C)
+def visible_in(block, keys, first_key, C):
+    return tiles.visible_to(block.rows[:, None], keys[None, :], block.past, first_key, C)
 
 
 @triton.jit
 def lowest_maximum(C, M):
     """The maximum of y of M rows that have seen no key."""
-    lowest = -float("inf") if C.WINDOW is None else tiles.NO_SCORE
+    lowest = tiles.NO_SCORE if C.EDGE else -float("inf")
     return tl.full([M], lowest, tl.float32)
 
 
@@ -51,10 +51,11 @@ def forward_one_stage(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    block = tiles.row_block(Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N)
+    block = tiles.row_block(Q, K, V, H, GROUP, Lq, Lk, OPTIONAL, C, BLOCK_M, BLOCK_N)
     head = block.head
     rows = block.rows
     bias = tiles.load_optional(OPTIONAL.bias, head, rows, Lq, 1)
+    first_key = tiles.load_optional(OPTIONAL.first_key, head, rows, Lq, 1)
 
     acc = tl.zeros(block.q.shape, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -62,12 +63,12 @@ def forward_one_stage(
     if OPTIONAL.sink is not None:
         y_max = tiles.sink_of(OPTIONAL.sink, head.h, BLOCK_M)
         total = tiles.phi_of_maximum(y_max, F)
-    for SPAN in tl.static_range(2 if C.WINDOW is None else 3):
+    for SPAN in tl.static_range(3 if C.EDGE else 2):
         begin, end = block.spans[SPAN]
         for start in range(begin, end, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
             y = arguments(block, keys, bias, OPTIONAL, Lk, C)
-            visible = visible_in(block, keys, C)
+            visible = visible_in(block, keys, first_key, C)
             if F.shift is not None:
                 y, y_max, rescale = tiles.shifted(y, y_max, visible, F, SPAN > 0)
                 total = total * rescale
@@ -96,7 +97,7 @@ def forward_one_stage(
 
 
 @triton.jit
-def sum_and_maximum(block, bias, OPTIONAL, Lk, F, C, M, N):
+def sum_and_maximum(block, bias, first_key, OPTIONAL, Lk, F, C, M, N):
     """Each row's sum and maximum of phi, its maximum of y, and y of the sink.
 
     The sum is compensated: over a thousand tiles a plain sum is too inexact to detect a tied row.
@@ -111,12 +112,12 @@ def sum_and_maximum(block, bias, OPTIONAL, Lk, F, C, M, N):
         total = tiles.phi_of_maximum(y_sink, F)
         y_max = y_sink
         a_max = total
-    for SPAN in tl.static_range(2 if C.WINDOW is None else 3):
+    for SPAN in tl.static_range(3 if C.EDGE else 2):
         begin, end = block.spans[SPAN]
         for start in range(begin, end, N):
             keys = start + tl.arange(0, N)
             y = arguments(block, keys, bias, OPTIONAL, Lk, C)
-            visible = visible_in(block, keys, C)
+            visible = visible_in(block, keys, first_key, C)
             if F.shift is not None:
                 y, y_max, rescale = tiles.shifted(y, y_max, visible, F, SPAN > 0)
                 total = total * rescale
@@ -159,13 +160,16 @@ def forward_two_stages(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    block = tiles.row_block(Q, K, V, H, GROUP, Lq, Lk, C, BLOCK_M, BLOCK_N)
+    block = tiles.row_block(Q, K, V, H, GROUP, Lq, Lk, OPTIONAL, C, BLOCK_M, BLOCK_N)
     head = block.head
     rows = block.rows
     bias = tiles.load_optional(OPTIONAL.bias, head, rows, Lq, 1)
+    first_key = tiles.load_optional(OPTIONAL.first_key, head, rows, Lq, 1)
 
     # ---- pass 1: each row's sum and maximum of phi ----
-    total, a_max, y_max, y_sink = sum_and_maximum(block, bias, OPTIONAL, Lk, F, C, BLOCK_M, BLOCK_N)
+    total, a_max, y_max, y_sink = sum_and_maximum(
+        block, bias, first_key, OPTIONAL, Lk, F, C, BLOCK_M, BLOCK_N
+    )
     if F.shift is not None:
         shift = F.shift(y_max)
         bias = shift[:, None] if bias is None else bias + shift[:, None]
@@ -174,6 +178,8 @@ def forward_two_stages(
     if F.total is not None:  # the function is increasing
         a_max = F.total(y_max[:, None])
     n = rows + block.past + 1
+    if first_key is not None:
+        n -= tl.sum(first_key, 1)
     if C.WINDOW is not None:
         n = tl.minimum(n, C.WINDOW)
     n = n.to(tl.float32)
@@ -189,7 +195,7 @@ def forward_two_stages(
         t_sink = tiles.reweighted(a_sink, gain, offset)
         total_u = tiles.power_less_one(t_sink, C)
         total_w = total_u * t_sink
-    for SPAN in tl.static_range(2 if C.WINDOW is None else 3):
+    for SPAN in tl.static_range(3 if C.EDGE else 2):
         begin, end = block.spans[SPAN]
         for start in range(begin, end, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
@@ -197,7 +203,7 @@ def forward_two_stages(
             a = F.phi(y)[0]
             t = tiles.reweighted(a, gain[:, None], offset[:, None])
             if SPAN > 0:
-                t = tl.where(visible_in(block, keys, C), t, 0.0)
+                t = tl.where(visible_in(block, keys, first_key, C), t, 0.0)
             u = tiles.power_less_one(t, C)
             w = u * t
             total_w += tl.sum(w, 1)

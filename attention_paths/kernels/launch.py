@@ -13,7 +13,8 @@ The soft cap c and a bias b_j of each key are choices. So is a sink: one more ke
 and whose score is a logit of its head. It enters every sum and maximum over j, but not n_i. A
 choice that a variant does not make is not compiled. shift_i, which l1 cancels, keeps phi from
 under- or overflowing (phi.Function.shift). With a window of W keys, row i sees the keys
-i - W < j <= i, and n_i is min(i, W); tiles in which no row sees a key are never visited.
+i - W < j <= i, and n_i is min(i, W). With documents, row i sees no key before first_key_i, which
+n_i does not count. Tiles in which no row sees a key are never visited.
 
 The second stage needs the row's sum and maximum first, so its forward pass reads the keys twice.
 With U_i = sum_j t_ij^(p-1) v_j / R_i, R_i = sum_j t_ij^(p-1), and X_i = max_j x_ij, its backward is
@@ -109,9 +110,9 @@ def block_shape(kernel: str, q: Tensor) -> dict[str, int]:
 
 
 class Inputs(NamedTuple):
-    """The tensors that `forward` takes. Gradients flow to all but gain.
+    """The tensors that `forward` takes. Gradients flow to all but gain and first_key.
 
-    The optional inputs are in the units of y, in float32 of any strides.
+    The optional inputs have any strides. Those of float32 are in the units of y.
     """
 
     q: Tensor  # [B, H, Lq, d], the last Lq positions
@@ -125,6 +126,9 @@ class Inputs(NamedTuple):
     # needs l1 and a phi that is never 0.
     sink: Tensor | None
     key_bias: Tensor | None  # [B, H, Lk]
+    # [B, H, Lq], int32: the first key of each row's document, before which it sees none. It is the
+    # same in all heads, and never decreases from row to row.
+    first_key: Tensor | None
 
 
 class Choices(NamedTuple):
@@ -141,7 +145,10 @@ class Choices(NamedTuple):
 
 
 # The fields of Inputs and of Choices, as arguments of torch's operators
-INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? gain, Tensor? sink, Tensor? key_bias"
+INPUTS = (
+    "Tensor q, Tensor k, Tensor v, "
+    "Tensor? bias, Tensor? gain, Tensor? sink, Tensor? key_bias, Tensor? first_key"
+)
 CHOICES = (
     "str phi, float p, float scale, bool shifted, bool signed, "
     "int? window, float? softcap, bool unit"
@@ -198,6 +205,7 @@ def kernel_arguments(inputs: Inputs, choices: Choices) -> Arguments:
         P=int(choices.p) if choices.p % 1 == 0 else choices.p,
         SIGNED=choices.signed or entry.rectified,
         WINDOW=choices.window,
+        EDGE=choices.window is not None or inputs.first_key is not None,
         UNIT=choices.unit,
         PRECISION=matmul_precision(),
     )
@@ -331,6 +339,16 @@ def empty_gradients(inputs: Inputs) -> Gradients:
     )
 
 
+def row_ends(first_key: Tensor | None, Lk: int) -> Strided | None:
+    """The end of the rows whose documents have begun by each key, int32 [B, H, Lk]."""
+    if first_key is None:
+        return None
+    B, H, _ = first_key.shape
+    keys = torch.arange(Lk, dtype=torch.int32, device=first_key.device).repeat(B, 1)
+    ends = torch.searchsorted(first_key[:, 0].contiguous(), keys, right=True, out_int32=True)
+    return strided(ends[:, None].expand(B, H, Lk))
+
+
 @torch.library.custom_op(
     "fused_attention::backward",
     mutates_args=(),
@@ -383,6 +401,7 @@ def backward(
             DK=gradients.dk,
             DV=gradients.dv,
             DKEY_BIAS=gradients.dkey_bias,
+            ROW_ENDS=row_ends(inputs.first_key, arguments.Lk),
             ATOMIC=atomic,
             **common,
             **shape,
@@ -426,6 +445,7 @@ def call_backward(ctx, dout, *_):
         gain=None,
         sink=None if inputs.sink is None else dsink.sum((0, 2)),
         key_bias=None if inputs.key_bias is None else dkey_bias,
+        first_key=None,
     )
 
 

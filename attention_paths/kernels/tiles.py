@@ -15,7 +15,7 @@ from attention_paths.kernels.phi import LOG2_E, reciprocal
 # As in attention.py; a test compares them.
 DEAD = tl.constexpr(1e-30)
 TIED = tl.constexpr(16 * 2.0**-23)
-# The largest score of a row that has seen no key yet. With a window its first tile may have none.
+# The largest score of a row that has seen no key yet. With an edge its first tile may have none.
 NO_SCORE = tl.constexpr(-1e30)
 # Triton must not compile kernels of their own for 1 and for multiples of 16 of these arguments.
 UNSPECIALISED = ["H", "GROUP"]
@@ -38,6 +38,7 @@ class OptionalInputs(NamedTuple):
     gain: Strided | None
     sink: Strided | None
     key_bias: Strided | None
+    first_key: Strided | None
 
 
 class Functions(NamedTuple):
@@ -60,6 +61,7 @@ class Constants(NamedTuple):
     P: int | float  # the power of stage 2; 0: there is none
     SIGNED: bool  # phi may be negative
     WINDOW: int | None
+    EDGE: bool  # a window or documents hide the first keys from rows
     UNIT: bool  # keys are to be normalised to length 1, in decoding
     PRECISION: str  # of products of float32
 
@@ -145,6 +147,13 @@ def load_optional(x, head, positions, L, AXIS):
 
 
 @triton.jit
+def load_one(x, head, position):
+    """The value of a Strided [B, H, L] at a position."""
+    vector = matrix_of(x, head.b, head.h)
+    return tl.load(vector.pointer + position * vector.stride)
+
+
+@triton.jit
 def store_statistic(STATS, index, value, head, rows, L):
     """Store a statistic of each row: value goes to STATS[index, bh, rows]."""
     pointers = STATS + (tl.num_programs(0) * index + head.bh).to(tl.int64) * L + rows
@@ -167,8 +176,8 @@ def dot(a, b, C, acc=None):
 
 # ---- which keys a row sees ----
 # Each loop over tiles runs over spans of them: span 0, without a mask, has the tiles that every row
-# of a block sees whole, span 1 those on the diagonal, and with a window span 2 those on its edge. A
-# span is the first position of its first tile and the end of its positions.
+# of a block sees whole, span 1 those on the diagonal, and span 2 those on the edge of the window or
+# of documents. A span is the first position of its first tile and the end of its positions.
 
 
 class RowBlock(NamedTuple):
@@ -184,7 +193,7 @@ class RowBlock(NamedTuple):
 
 
 @triton.jit
-def row_block(Q, K, V, H, GROUP, Lq, Lk, C, M, N):
+def row_block(Q, K, V, H, GROUP, Lq, Lk, OPTIONAL, C, M, N):
     """The RowBlock of a program: M rows, with tiles of N keys."""
     head, index = program(H)
     # longest rows first, so that the GPU does not wait for one long block at the end
@@ -199,19 +208,27 @@ def row_block(Q, K, V, H, GROUP, Lq, Lk, C, M, N):
     begin = 0
     whole = 0
     if C.WINDOW is not None:
-        begin = tl.maximum(first + 1 - C.WINDOW, 0) // N * N
-        whole = tl.cdiv(tl.maximum(first + M - C.WINDOW, 0), N) * N
-        whole = tl.minimum(whole, full)
+        begin = tl.maximum(first + 1 - C.WINDOW, 0)
+        whole = tl.maximum(first + M - C.WINDOW, 0)
+    if OPTIONAL.first_key is not None:  # of the first row and of the last
+        last_row = tl.minimum(block * M + M, Lq) - 1
+        begin = tl.maximum(begin, load_one(OPTIONAL.first_key, head, block * M))
+        whole = tl.maximum(whole, load_one(OPTIONAL.first_key, head, last_row))
+    if C.EDGE:
+        begin = begin // N * N
+        whole = tl.minimum(tl.cdiv(whole, N) * N, full)
     spans = (whole, full), (full, tl.minimum(first + M, Lk)), (begin, whole)
     return RowBlock(head, past, rows, q, k, v, spans)
 
 
 @triton.jit
-def visible_to(rows, keys, past, C):
-    """Whether rows see keys, which broadcast against them."""
+def visible_to(rows, keys, past, first_key, C):
+    """Whether rows see keys, which broadcast against them and against first_key, or None."""
     visible = keys <= rows + past
     if C.WINDOW is not None:
         visible = visible & (keys > rows + past - C.WINDOW)
+    if first_key is not None:
+        visible = visible & (keys >= first_key)
     return visible
 
 
