@@ -1,5 +1,6 @@
 """nanoGPT's ckpt.pt in the form of a checkpoint of train.py: as a run, and as initial weights."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ def read_pt(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load raises many types for damaged files
-        raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
+        reason = first_line(error)
+        if unsafe := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            reason = f"it has an object of {unsafe[1]}, not tensors and plain values alone"
+        raise UserError(f"{path}: the checkpoint cannot be read: {reason}") from error
 
 
 def is_nanogpts(content: Any) -> bool:

@@ -157,7 +157,7 @@ def test_other_files_are_refused(tmp_path, trained, capsys):
     with pytest.raises(UserError, match=says):
         load_run(path)
     save(path, gpt(50304), config=Malicious())
-    with pytest.raises(UserError, match="ckpt.pt: the checkpoint cannot be read"):
+    with pytest.raises(UserError, match="ckpt.pt: .* it has an object of .*print, not"):
         load_run(path)
     assert "run" not in capsys.readouterr().out
     save(path, gpt(50304), model_args={"n_layer": 2})
