@@ -160,7 +160,12 @@ class Config:
     norm: str = setting(
         "layernorm", "Norm of the residual stream.", choices=("layernorm", "rmsnorm")
     )
-    mlp: str = setting("gelu", "Activation of the MLP.", choices=("gelu", "swiglu"))
+    mlp: str = setting(
+        "gelu",
+        "Activation of the MLP: 'gelu' as GPT-2 approximates it, 'gelu_erf' without the "
+        "approximation (nanoGPT), or 'swiglu'.",
+        choices=("gelu", "gelu_erf", "swiglu"),
+    )
     mlp_hidden: int | None = setting(None, "Hidden width of the MLP. None: 4 n_embd.", at_least=1)
     bias: bool = setting(True, "Linear layers and LayerNorm have biases.")
     tie_embeddings: bool = setting(True, "The head shares the token embedding's weights.")
@@ -301,7 +306,9 @@ class Config:
         choices=(False, True, "auto"),
     )
     init_from: str = setting(
-        "", "Initial weights: those of a run, of its .pt, or of hf:gpt2 with its sizes."
+        "",
+        "Initial weights: those of a run or of its .pt, or with their sizes those of hf:gpt2 or "
+        "nanogpt:ckpt.pt.",
     )
     dry_run: bool = setting(False, "Check everything, print what it takes, write nothing.")
     timeout: float = setting(600.0, "Seconds to wait for a dead process.", at_least=5)
@@ -445,9 +452,9 @@ def load_config(arguments: list[str]) -> Config:
 
     Takes `["configs/lssar_p15.py", "configs/scales/tiny.py", "--p=3"]`, and `--key` alone for a
     bool. A run's folder or its config.json stands for the run's settings, and `--resume` with an
-    out_dir needs no file at all. With --init_from=hf:NAME the sizes that are not set come from
-    there. Raises UserError for a missing file, an unknown setting (naming the nearest one), a wrong
-    type, and values that contradict each other.
+    out_dir needs no file at all. With --init_from=hf:NAME or nanogpt:FILE the sizes that are not
+    set come from there. Raises UserError for a missing file, an unknown setting (naming the nearest
+    one), a wrong type, and values that contradict each other.
     """
     values: dict[str, Any] = {}
     overrides: dict[str, Any] = {}

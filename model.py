@@ -167,12 +167,13 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """GPT-2's MLP, or SwiGLU (Shazeer 2020)."""
+    """GPT-2's MLP, with its approximation of GELU or without, or SwiGLU (Shazeer 2020)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         hidden = config.mlp_hidden or 4 * config.n_embd
         self.swiglu = config.mlp == "swiglu"
+        self.approximate = "none" if config.mlp == "gelu_erf" else "tanh"
         width = 2 * hidden if self.swiglu else hidden  # of the gate, too
         self.c_fc = nn.Linear(config.n_embd, width, bias=config.bias)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
@@ -183,7 +184,7 @@ class MLP(nn.Module):
             gate, x = x.chunk(2, dim=-1)
             x = F.silu(gate) * x
         else:
-            x = F.gelu(x, approximate="tanh")  # as GPT-2 approximates it
+            x = F.gelu(x, approximate=self.approximate)
         return self.c_proj(x)
 
 

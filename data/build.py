@@ -44,6 +44,9 @@ TASKS_PER_WORKER = 16
 # Reads documents in a fixed order. It takes a state, which is JSON, or None for the start, and
 # yields batches: the state from which reading starts with this batch, and its documents.
 Read = Callable[[Any], Iterator[tuple[Any, list[Document]]]]
+# The same of tokens: it yields the state of each batch, or None for a batch that a state cannot
+# begin with, and its tokens [n].
+Stream = Callable[[Any], Iterator[tuple[Any, shards.Tokens]]]
 
 
 def parse_options(
@@ -95,7 +98,22 @@ def build(
     origin; if another process is making them; or if the documents have too few tokens for both
     splits.
     """
-    wanted: shards.Meta = {
+    wanted = new_meta(options, documents, source)
+    if options.repeat:
+        wanted["repeat"] = (options.repeat, options.within)
+    if options.split_at is not None:
+        wanted["split_at"] = options.split_at
+    if content is not None:
+        wanted["content"] = hash_json(content)
+    of_tokens = []
+    for i, read in enumerate(streams):
+        of_tokens.append(tokenised(read, options, options.repeat if i else 0))
+    write_set(out_dir, prefix, of_tokens, options.tokenizer, wanted)
+
+
+def new_meta(options: argparse.Namespace, documents: list, source: str) -> shards.Meta:
+    """Return the meta.json of a set of which no shard is written."""
+    return {
         "tokenizer": identify(options.tokenizer),
         "shard_size": options.shard_size,
         "documents": hash_json(documents),
@@ -103,20 +121,20 @@ def build(
         "complete": False,
         "shards": [],
     }
-    if options.repeat:
-        wanted["repeat"] = (options.repeat, options.within)
-    if options.split_at is not None:
-        wanted["split_at"] = options.split_at
-    if content is not None:
-        wanted["content"] = hash_json(content)
+
+
+def write_set(
+    out_dir: Path, prefix: str, streams: list[Stream], tokenizer: str, wanted: shards.Meta
+) -> None:
+    """Make the folder of `build` from tokens, as its meta.json `wanted` says."""
     with lock_folder(out_dir, "making this set"):
         meta = _resume(out_dir, wanted)
         if meta["complete"]:
             outcome = "already done"
         else:
             outcome = "done"
-            _write_shards(out_dir, prefix, streams, options, meta)
-            copy_tokenizer(options.tokenizer, out_dir)
+            _write_shards(out_dir, prefix, streams, meta)
+            copy_tokenizer(tokenizer, out_dir)
             shards.write_meta(out_dir, {**meta, "complete": True})
     tokens = sum(shard["tokens"] for shard in meta["shards"])
     print(f"{out_dir}: {outcome}, {tokens:,} tokens in {len(meta['shards'])} shards")
@@ -153,16 +171,14 @@ def _resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
     return {**meta, "complete": complete, "shards": whole}
 
 
-def _write_shards(
-    out_dir: Path, prefix: str, streams: list[Read], options: argparse.Namespace, meta: shards.Meta
-) -> None:
+def _write_shards(out_dir: Path, prefix: str, streams: list[Stream], meta: shards.Meta) -> None:
     """Write the shards that are missing, and meta.json after each."""
     done = meta["shards"]
     place = done[-1]["next"] if done else shards.Place(0, None, 0)
     shards.write_meta(out_dir, meta)
     tokens_done = sum(shard["tokens"] for shard in done)
     with tqdm(initial=tokens_done, unit="tok", unit_scale=True, desc=str(out_dir)) as bar:
-        for stream, tokens, next_place in _cut_shards(streams, place, options, bar):
+        for stream, tokens, next_place in _cut_shards(streams, place, meta["shard_size"], bar):
             split = "val" if stream < len(streams) - 1 or not done else "train"
             name = f"{prefix}_{split}_{len(done):06d}.bin"
             shards.write_shard(out_dir / name, tokens)
@@ -178,21 +194,20 @@ def _write_shards(
     if len(done) < 2:
         raise UserError(
             f"{out_dir}: the {bar.n:,} tokens fill only one shard, for validation: delete the "
-            f"folder, and give more text or a smaller --shard_size than {options.shard_size:,}"
+            f"folder, and give more text or a smaller --shard_size than {meta['shard_size']:,}"
         )
 
 
 def _cut_shards(
-    streams: list[Read], place: shards.Place, options: argparse.Namespace, bar: tqdm
+    streams: list[Stream], place: shards.Place, shard_size: int, bar: tqdm
 ) -> Iterator[tuple[int, shards.Tokens, shards.Place]]:
     """Yield the shards from `place` on: stream, tokens [n], and the place of the next shard."""
     first_stream, state, skip = place
-    buffer = np.empty(options.shard_size, dtype=np.uint16)
+    buffer = np.empty(shard_size, dtype=np.uint16)
     for stream in range(first_stream, len(streams)):
         filled = 0  # tokens in the buffer
         passed = 0  # tokens since `state`
-        batches = streams[stream](state)
-        for batch_state, tokens in _tokenise(batches, options, options.repeat if stream else 0):
+        for batch_state, tokens in streams[stream](state):
             if batch_state is not None:
                 state = batch_state
                 passed = 0
@@ -211,6 +226,11 @@ def _cut_shards(
         if filled:
             yield stream, buffer[:filled], shards.Place(stream + 1, None, 0)
         state = None
+
+
+def tokenised(read: Read, options: argparse.Namespace, repeat: float) -> Stream:
+    """Return the tokens of documents; a share `repeat` of passages has an excerpt after it."""
+    return lambda state: _tokenise(read(state), options, repeat)
 
 
 def _tokenise(

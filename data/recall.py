@@ -18,6 +18,7 @@ All other tokens are noise, which has tokens of its own. The sizes are smaller t
 that a model learns a task within minutes on a CPU.
 """
 
+import hashlib
 import math
 from collections.abc import Callable
 from functools import cache, partial
@@ -145,7 +146,10 @@ class RecallLoader(SimulatedLoader):
         super().__init__(SEQUENCES, batching)
 
     def identity(self) -> Identity:
-        return {"recall": f"{self.task}, ids from {self.first_id}"}
+        return {
+            "recall": f"{self.task}, ids from {self.first_id}",
+            "recall sequences": hash_sequences(self.task),
+        }
 
     def _length(self, step: int) -> int:
         longest = self.batching.block_size
@@ -164,6 +168,24 @@ class RecallLoader(SimulatedLoader):
         if self.device.type == "cuda":
             return x.pin_memory(), y.pin_memory()
         return x, y
+
+
+@cache
+def hash_sequences(task: str) -> str:
+    """Hash a few training batches and evaluation sequences of a task, the same for every run.
+
+    Where this code, or the random numbers of numpy, draw other sequences, the hash is another.
+    """
+    digest = hashlib.sha256()
+    loader = RecallLoader(task, Batching(block_size=64, batch_size=8, seed=0))
+    for step in range(8):
+        for tensor in loader._read(step):
+            digest.update(tensor.numpy().tobytes())
+    for length in (64, 256, 1024):
+        for index in range(4):
+            for array in draw(task, EVALUATION, index, length):
+                digest.update(array.astype(np.int64).tobytes())
+    return digest.hexdigest()
 
 
 # ---- what is right by chance ----

@@ -264,7 +264,7 @@ def check_ids(source: str | Path, tokens: Tokens, vocab_size: int, start: int = 
         first = int(np.argmax(tokens >= vocab_size))
         raise UserError(
             f"{source}: token {start + first} is {tokens[first]}, but the vocabulary is 0 to "
-            f"{vocab_size - 1}; the shard was made with another tokenizer"
+            f"{vocab_size - 1}; it was made with another tokenizer"
         )
 
 

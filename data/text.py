@@ -7,6 +7,8 @@ of Python's standard library, which every machine has. For validation it uses th
 --val, or a tenth of several files, chosen by a hash of their names, or the last tenth of a single
 file, from the first document that begins in it (of one document: paragraph, or else line or word).
 
+Files of ids, nanoGPT's train.bin and build-nanogpt's .npy, are copied as they are, and need --val.
+
 With --repeat 0.25 --within 128, a quarter of the passages of 128 tokens of the training text are
 followed by an excerpt of themselves, so that a small model learns to copy.
 """
@@ -31,6 +33,7 @@ from tqdm import tqdm
 
 from data.build import BATCH, COLUMN, Read, build, parse_options
 from data.documents import Document, Rules
+from data.ids import are_ids, copy_ids
 from data.tokenizer import split_text
 from errors import UserError, command
 from runtime.files import sha256_of
@@ -296,6 +299,9 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(
             f"--repeat {args.repeat} must be 0 to 1, --within {args.within} at least 16; or neither"
         )
+    if any(map(are_ids, args.paths)):
+        copy_ids(args)
+        return
     if args.paths:
         source = " ".join(args.paths)
         files = list_files(args.paths)

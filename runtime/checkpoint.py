@@ -53,7 +53,16 @@ from runtime.source import differs
 # Learnable scalars of attention, which another variant may not have.
 SCALARS = ("s", "b", "p_n", "sink")
 # Settings of a model that the names and shapes of its weights may not reveal.
-HIDDEN = ("projections", "q_rank", "kv_rank", "n_head", "norm", "tie_embeddings", "tokenizer")
+HIDDEN = (
+    "projections",
+    "q_rank",
+    "kv_rank",
+    "n_head",
+    "norm",
+    "mlp",
+    "tie_embeddings",
+    "tokenizer",
+)
 
 
 class State(msgspec.Struct, kw_only=True):

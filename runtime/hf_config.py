@@ -1,8 +1,10 @@
-"""The sizes of a Hugging Face GPT-2, which a run that starts from its weights takes over."""
+"""The sizes of a GPT-2 of Hugging Face's or nanoGPT's, which a run from its weights takes over."""
 
+from pathlib import Path
 from typing import Any
 
 from errors import UserError, first_line
+from runtime.nanogpt import NANOGPT, as_ours, is_nanogpts, read_pt
 
 # Precedes the name or the folder of a Hugging Face GPT-2 in init_from.
 PRETRAINED = "hf:"
@@ -18,14 +20,31 @@ GPT2 = {
 
 
 def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes and positions of the Hugging Face GPT-2 in values["init_from"], if any.
+    """Return the sizes and positions of the GPT-2 in values["init_from"], if any.
 
-    Raises UserError where its config cannot be read, it has another architecture than OpenAI's, or
-    `values` contradict it.
+    Raises UserError where it cannot be read, it has another architecture than OpenAI's or
+    nanoGPT's, or `values` contradict it.
     """
     source = str(values.get("init_from"))
-    if not source.startswith(PRETRAINED):
+    if source.startswith(PRETRAINED):
+        sizes = sizes_of_hf(source)
+    elif source.startswith(NANOGPT):
+        sizes = sizes_of_nanogpt(source)
+    else:
         return {}
+    if values.get("block_size") in range(1, sizes["block_size"]):
+        sizes["block_size"] = values["block_size"]  # the first positions suffice
+    wrong = []
+    for key, size in sizes.items():
+        if values.get(key) not in (None, size):
+            wrong.append(f"{key} = {size!r}")
+    if wrong:
+        raise UserError(f"{source} has {', '.join(wrong)}: leave these settings out")
+    return sizes
+
+
+def sizes_of_hf(source: str) -> dict[str, Any]:
+    """Return the sizes of a Hugging Face GPT-2."""
     try:
         from transformers import AutoConfig
 
@@ -36,7 +55,7 @@ def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
         value = getattr(gpt2, key, required)
         if value != required:
             raise UserError(f"{source} has {key} = {value!r}, which this model cannot compute")
-    sizes = {
+    return {
         "n_layer": gpt2.n_layer,
         "n_head": gpt2.n_head,
         "n_embd": gpt2.n_embd,
@@ -45,12 +64,16 @@ def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
         "block_size": gpt2.n_positions,
         "positions": "learned",
     }
-    if values.get("block_size") in range(1, gpt2.n_positions):
-        sizes["block_size"] = values["block_size"]  # the first positions suffice
-    wrong = []
-    for key, size in sizes.items():
-        if values.get(key) not in (None, size):
-            wrong.append(f"{key} = {size!r}")
-    if wrong:
-        raise UserError(f"{source} has {', '.join(wrong)}: leave these settings out")
-    return sizes
+
+
+def sizes_of_nanogpt(source: str) -> dict[str, Any]:
+    """Return the sizes of nanoGPT's ckpt.pt; its vocabulary where the ids are GPT-2's."""
+    path = Path(source.removeprefix(NANOGPT))
+    content = read_pt(path)
+    if not is_nanogpts(content):
+        raise UserError(f"{path} is no checkpoint of nanoGPT's train.py")
+    settings = as_ours(content, path)["config"]
+    keys = ["n_layer", "n_head", "n_embd", "block_size", "positions", "bias", "mlp"]
+    if settings["tokenizer"] == "gpt2":
+        keys.append("vocab_size")  # otherwise a run has end-of-text too
+    return {key: settings[key] for key in keys}

@@ -1,24 +1,36 @@
-"""OpenAI's GPT-2 as the initial weights of a run: --init_from=hf:gpt2, or hf:FOLDER."""
+"""A GPT-2 as the initial weights of a run: --init_from=hf:gpt2, hf:FOLDER or nanogpt:ckpt.pt."""
 
 import hashlib
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from errors import UserError, first_line
 from model import GPT
-from runtime.checkpoint import Checkpoint, State, copy_weights, load_weights, settings_of
+from runtime.checkpoint import (
+    Checkpoint,
+    State,
+    copy_weights,
+    find,
+    load,
+    load_weights,
+    settings_of,
+)
 from runtime.hf_config import PRETRAINED, pretrained_settings
+from runtime.nanogpt import NANOGPT, our_name
 
 
 def load_initial(model: GPT, source: str) -> Checkpoint:
-    """Copy the weights of a run, or of a Hugging Face GPT-2, into the model.
+    """Copy the weights of a run, or of a Hugging Face or nanoGPT GPT-2, into the model.
 
     Raises UserError where they cannot be loaded or do not fit.
     """
     if source.startswith(PRETRAINED):
         return load_gpt2(model, source)
+    if source.startswith(NANOGPT):
+        return load_nanogpt(model, source)
     return load_weights(model, source)
 
 
@@ -37,28 +49,38 @@ def load_gpt2(model: GPT, source: str) -> Checkpoint:
         weights = GPT2LMHeadModel.from_pretrained(source.removeprefix(PRETRAINED)).state_dict()
     except (OSError, ValueError) as error:
         raise UserError(f"{source} cannot be loaded: {first_line(error)}") from error
-    rows = len(model.wte.weight)
     renamed = {}
     for key, x in weights.items():
         name = our_name(key)
         if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             x = x.T  # transformers has them as [in, out]
-        elif name in ("wte.weight", "lm_head.weight"):
-            x = F.pad(x, (0, 0, 0, rows - len(x)))  # [vocabulary, n_embd]
-        elif name == "trunk.wpe.weight":
-            x = x[: model.config.block_size]
         renamed[name] = x
     required = {key: settings[key] for key in ("tokenizer", "n_head")}
-    copy_weights(model, State(model=renamed, step=0, config=required), source)
+    state = State(model=fitted(renamed, model), step=0, config=required)
+    copy_weights(model, state, source)
     digest = hashlib.sha256()
     for key in sorted(weights):
         digest.update(weights[key].contiguous().view(torch.uint8).numpy().tobytes())
     return Checkpoint(Path(source), {"step": 0, "sha256": digest.hexdigest()})
 
 
-def our_name(key: str) -> str:
-    """Return our name of a weight of GPT2LMHeadModel."""
-    name = key.removeprefix("transformer.").replace("h.", "trunk.blocks.", 1)
-    if name.startswith(("trunk.", "wte.", "lm_head.")):
-        return name
-    return f"trunk.{name}"
+def load_nanogpt(model: GPT, source: str) -> Checkpoint:
+    """Copy the weights of nanoGPT's ckpt.pt into the model, as `load_gpt2`."""
+    checkpoint = find(source.removeprefix(NANOGPT))
+    state = load(checkpoint.path)
+    state.model = fitted(state.model, model)
+    copy_weights(model, state, source)
+    return checkpoint
+
+
+def fitted(weights: dict[str, Tensor], model: GPT) -> dict[str, Tensor]:
+    """Return weights with as many rows of the vocabulary, and as many positions, as the model."""
+    rows = len(model.wte.weight)
+    sized = {}
+    for name, x in weights.items():
+        if name in ("wte.weight", "lm_head.weight"):
+            x = F.pad(x, (0, 0, 0, rows - len(x)))  # [vocabulary, n_embd]
+        elif name == "trunk.wpe.weight":
+            x = x[: model.config.block_size]
+        sized[name] = x
+    return sized

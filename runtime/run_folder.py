@@ -1,5 +1,5 @@
 """What is in a run's folder; runtime.checkpoint writes it. torch, which takes seconds to import, is
-imported only for the file of a checkpoint.
+imported only for the file of a checkpoint, which may be nanoGPT's.
 """
 
 import re
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from config import Config, did_you_mean_run, saved_config
-from errors import UserError, first_line
+from errors import UserError
 from runtime.files import convert, read_json
+from runtime.nanogpt import as_ours, is_nanogpts, read_pt
 
 # The values that a Config may have.
 Settings = dict[str, None | bool | int | float | str]
@@ -50,17 +51,12 @@ def no_checkpoint(run: str | Path) -> str:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's content, memory-mapped: its CPU tensors are read when first used.
+    """Read a checkpoint's content as `read_pt`, nanoGPT's in the form of ours.
 
-    Nothing in the file is run as code. Raises UserError where it cannot be read.
+    Raises UserError where it cannot be read.
     """
-    import torch
-
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch.load raises many types for damaged files
-        raise UserError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
-    return convert(content, dict[str, Any], path)
+    content = convert(read_pt(path), dict[str, Any], path)
+    return as_ours(content, path) if is_nanogpts(content) else content
 
 
 def read_config(run: str | Path) -> Config:

@@ -21,6 +21,11 @@ the same seed, which trains on the same batches and, where the shapes agree, fro
 weights (T6's differ). Seeds change the loss of all entries alike, so that a difference may be the
 same at every seed and far smaller than the range over seeds.
 
+Committed results of the scale, in results/, are shown too, dashed in the picture, where settings
+and data are the same: of recall the sequences, of text the shards. There a single config is enough.
+Otherwise a sentence says what differs. --beside FOLDER names another table, --beside none shows
+none.
+
 Prints the cost, trains the missing runs in OUT/<scale>/<entry>/seed<seed>, which
 scripts.reproduce shares, and writes RESULTS/<scale>/compare_<entries>/table.md, table.json and a
 picture. An interrupted command continues where it stopped; nothing is done twice. To train several
@@ -28,6 +33,7 @@ runs at the same time, start the same command on each GPU, with CUDA_VISIBLE_DEV
 another process is training are left to it.
 """
 
+import argparse
 import itertools
 import shlex
 import sys
@@ -54,7 +60,7 @@ from layers.heads import check_attention
 from scripts.common.command_line import lengths_of
 from scripts.common.labels import shortened
 from scripts.recall import RecallOptions
-from scripts.reproduce import kinds, metrics, pictures
+from scripts.reproduce import beside, kinds, metrics, pictures
 from scripts.reproduce.entries import (
     ADAPTIVE_TEMPERATURE,
     FILES,
@@ -79,12 +85,17 @@ SCALINGS = [view for name, view in ROPE_SCALINGS.items() if name != "none"]
 VIEWS = {view.name: view for view in (*SCALINGS, NTK16, PLAIN_ROPE, ADAPTIVE_TEMPERATURE)}
 
 
+NOTHING = "nothing to compare: give two configs, or a setting two values: --p=3,5"
+
+
 @command
 def main() -> None:
     parser = work_parser("scripts.compare", __doc__, "settings: python train.py --help")
     parser.usage = "%(prog)s CONFIG.py[:VIEW] ... --scale SCALE [--SETTING=VALUE,VALUE ...]"
     help = "to evaluate at, in tokens, besides the training length (default: its multiples)"
     parser.add_argument("--lengths", type=lengths_of, help=help)
+    help = "of a table.json to show too, or none (default: a committed one that is comparable)"
+    parser.add_argument("--beside", metavar="FOLDER", help=help)
     options, rest = parser.parse_known_args()
     configs = [text for text in rest if not text.startswith("--")]
     free, grid = read_settings([text for text in rest if text.startswith("--")])
@@ -98,7 +109,7 @@ def main() -> None:
         raise UserError(f"--scale {options.scale!r} must be a file of configs/scales, or a FILE.py")
     scale = open_scale(name, options.out, task, free)
     entries = entries_of(scale, configs, grid)
-    experiment = compared(scale, entries, task, options.lengths)
+    experiment = with_beside(compared(scale, entries, task, options.lengths), scale, options)
     for sentence in scaled_windows(scale, entries):
         print(sentence)
     names = [entry.name for entry in entries]
@@ -195,8 +206,8 @@ def compared(
     scale: Scale, entries: tuple[Entry, ...], task: str, lengths: tuple[int, ...] | None
 ) -> Experiment:
     """Choose the measurement by the task. Raises UserError for entries that cannot be compared."""
-    if len(entries) < 2:
-        raise UserError("nothing to compare: give two configs, or a setting two values: --p=3,5")
+    if not entries:
+        raise UserError(NOTHING)
     configs = {entry.name: scale.run(entry, 0).config for entry in entries}
     for name, config in configs.items():
         require_fixed(name, config, scale.config)
@@ -226,6 +237,27 @@ def compared(
         draw=pictures.together,
         note=" ".join([made_by, *scaled_windows(scale, entries)]),
     )
+
+
+def with_beside(experiment: Experiment, scale: Scale, options: argparse.Namespace) -> Experiment:
+    """Add the committed table that --beside names, or that is comparable.
+
+    Raises UserError where it is not, and for a single entry without such a table.
+    """
+    table = None
+    sentence = ""
+    if options.beside is None:
+        table, sentence = beside.find(scale, experiment)
+    elif options.beside != "none":
+        table = beside.open_beside(options.beside, scale, experiment)
+    if sentence:
+        print(sentence)
+    if len(experiment.entries) > 1:
+        return replace(experiment, beside=table)
+    if table is None:
+        raise UserError(NOTHING)
+    title = f"{experiment.entries[0].name} beside {table.folder}"
+    return replace(experiment, beside=table, baseline="", title=title)
 
 
 def require_fixed(name: str, config: Config, scale: Config) -> None:

@@ -6,10 +6,15 @@ import statistics
 
 import pytest
 
+from data import recall
 from runtime import run_folder
 from scripts import compare
 from scripts.common import planned
-from scripts.reproduce import rebuild
+from scripts.common.tables import summarise
+from scripts.recall import RecallOptions
+from scripts.reproduce import beside, kinds, rebuild, report
+from scripts.reproduce.entries import open_scale
+from scripts.reproduce.measure import Beside
 from tests.helpers import (
     CONFIGS,
     SMALL,
@@ -254,3 +259,184 @@ def test_refusals_come_before_any_work(compared, commands, tmp_path, arguments, 
     refused(compared, *arguments, says=parts)
     assert not commands
     assert not (tmp_path / "out").exists()
+
+
+# ---- committed results beside the entries ----
+
+LENGTHS = (1, 2, 4)  # times the training length
+
+
+@pytest.fixture
+def recall_scale(scale):
+    """A scale file of recall in the place of the one of text."""
+    sizes = ["--block_size=64", "--batch_size=2", "--tie_embeddings=False", "--tokenizer=gpt2"]
+    return write_scale(scale, *SMALL, "--task=recall", *sizes, "--max_iters=2")
+
+
+def recall_of(lengths):
+    return kinds.recall("", (), lengths, kinds.accuracies_if_learned)
+
+
+@pytest.fixture
+def commit(tmp_path, monkeypatch):
+    """Commit a table of two entries and two seeds, as an experiment would make it at a scale."""
+    monkeypatch.setattr(beside, "ROOT", tmp_path)
+
+    def write(scale, experiment, **measured):
+        rows = {}
+        for first, name in enumerate(("softmax", "lssar_p15")):
+            runs = []
+            for seed in (1337, 1338):
+                values = [first + seed / 10**4 + 10 * i for i in range(3)]
+                runs.append({"seed": seed, "values": values, "evaluation": measured})
+            rows[name] = summarise(runs)
+        table = {
+            "unit": experiment.unit,
+            "columns": report.column_names(experiment, scale.config),
+            "multiples": list(LENGTHS),
+            "rows": rows,
+            "conditions": beside.conditions(scale),
+        }
+        folder = tmp_path / "results/small/committed"
+        folder.mkdir(parents=True)
+        (folder / "table.json").write_text(json.dumps(table))
+        return table
+
+    return write
+
+
+@pytest.fixture
+def committed(commit, recall_scale):
+    """The table of such an experiment on recall."""
+    measured = {"answers": 512, "proportional": False, "recall": "lookup"}
+    scale = open_scale(str(recall_scale), "out", "recall")
+    return commit(scale, recall_of(LENGTHS), **measured)
+
+
+def test_committed_rows_stand_beside_a_single_config(
+    committed, compared, commands, recall_scale, mine, capsys, call
+):
+    arguments = (f"--scale={recall_scale}", "--lengths=64,256")
+    folder = compared(mine, *arguments)
+    assert len(commands) == 1
+    table = read_table(folder)
+    assert list(table["rows"]) == ["mine"]
+    assert table["columns"] == ["1x, 64", "4x, 256"]
+    rows = table["beside"]["rows"]
+    assert list(rows) == ["softmax", "lssar_p15"]
+    assert [run["values"] for run in rows["lssar_p15"]["runs"]] == [
+        [1.1337, 21.1337],
+        [1.1338, 21.1338],
+    ]
+    text = (folder / "table.md").read_text()
+    _, _, block = text.partition("results/small/committed, of the same settings and data:")
+    assert "| `softmax` | 2 | 0.1 ± 0.0 | 20.1 ± 0.0 |" in block
+    picture = folder / "compare_recall_mine.png"
+    assert not_blank(picture)
+    # the same again from table.json alone
+    (folder / "table.md").unlink()
+    picture.unlink()
+    call(rebuild, str(folder))
+    assert (folder / "table.md").read_text() == text
+    assert not_blank(picture)
+    # an entry takes the place of its namesake
+    table["rows"]["softmax"] = table["rows"]["mine"]
+    source = Beside("results/small/committed", committed)
+    assert list(beside.with_columns(source, table)["rows"]) == ["lssar_p15"]
+
+
+def test_where_an_entry_stands():
+    means = {"a": 1, "b": 2, "c": 9, "d": None}
+    rows = {name: {"mean": [0.0, mean, 99]} for name, mean in means.items()}
+    table = {
+        "multiples": [1, 16, 64],
+        "columns": ["1x, 64", "16x, 1,024", "64x, 4,096"],
+        "rows": {"mine": {"mean": [0.0, 5, 5]}, "other": {"mean": [0.0, None, None]}},
+        "beside": {"folder": "results/x", "rows": rows},
+    }
+    sentence = "At 16x, 1,024 `mine` is above 2 and below 1 of the 3 rows of results/x."
+    assert beside.standing(table) == [sentence]
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda t: t.pop("conditions"), "does not record its settings and data"),
+        (
+            lambda t: t["conditions"]["settings"].update(max_iters=7),
+            "was trained with max_iters = 7, not 2",
+        ),
+        (  # as if it came later
+            lambda t: t["conditions"]["settings"].pop("n_layer"),
+            "was trained with n_layer = 12, not 2",
+        ),
+        (
+            lambda t: t["conditions"]["data"].pop("recall sequences"),
+            "was trained on other recall sequences, by their hash",
+        ),
+        (
+            lambda t: t["rows"]["softmax"]["runs"][1]["evaluation"].update(answers=9),
+            "was measured with answers = 9, not 512",
+        ),
+        (lambda t: t.update(unit="nats"), "has nats, not answers that are right (%)"),
+    ],
+)
+def test_results_of_another_experiment_are_not_shown(
+    committed, compared, commands, recall_scale, mine, tmp_path, change, says, refused
+):
+    change(committed)
+    folder = tmp_path / "results/small/committed"
+    (folder / "table.json").write_text(json.dumps(committed))
+    arguments = (compared, mine, f"--scale={recall_scale}")
+    refused(*arguments, f"--beside={folder}", says=f"cannot be compared: it {says}")
+    refused(*arguments, says="nothing to compare")
+    scale = open_scale(str(recall_scale), "out", "recall")
+    sentence = "" if "nats" in says else f"Not beside results/small/committed, which {says}."
+    assert beside.find(scale, recall_of(LENGTHS)) == (None, sentence)
+    assert not commands
+
+
+def test_other_tables_can_be_named(committed, compared, recall_scale, mine, tmp_path, refused):
+    arguments = (compared, mine, f"--scale={recall_scale}")
+    refused(*arguments, "--beside=none", says="nothing to compare")
+    refused(*arguments, f"--beside={tmp_path}", says="there is no table.json")
+    scale = open_scale(str(recall_scale), "out", "recall")
+    folder = str(tmp_path / "results/small/committed")
+    assert beside.open_beside(folder, scale, recall_of(LENGTHS)) == Beside(folder, committed)
+
+
+def test_another_generator_has_another_hash(monkeypatch):
+    before = recall.hash_sequences("lookup")
+    recall.hash_sequences.cache_clear()
+    monkeypatch.setattr(recall, "KEYS", 11)
+    assert recall.hash_sequences("lookup") != before
+    recall.hash_sequences.cache_clear()
+
+
+def test_losses_on_other_text_are_not_shown(commit, scale, shards, tmp_path):
+    data = shutil.copytree(shards, tmp_path / "data")
+
+    def find():
+        return beside.find(
+            open_scale(str(scale), "out", settings=[f"--data_dir={data}"]), experiment
+        )
+
+    experiment = kinds.loss_and_gain("", (), LENGTHS)
+    same_scale = open_scale(str(scale), "out", settings=[f"--data_dir={shards}"])
+    commit(same_scale, experiment, tokens=256)
+    assert find()[0].folder == "results/small/committed"
+    for path in data.glob("*_train_*.bin"):
+        reverse_shard(path)
+    says = "which was trained on other training shards, by their hash."
+    assert find() == (None, f"Not beside results/small/committed, {says}")
+    shutil.rmtree(data)  # --plan needs none
+    assert f"cannot be compared: {data}: no *_train_*.bin" in find()[1]
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny_muon", "tiny_mqar", "tiny_latest", "tiny_sort"])
+def test_the_committed_tables_of_recall_are_comparable(name):
+    """The scale, the sequences and the measurement are still those of the committed results."""
+    experiment = recall_of(RecallOptions.multiples)
+    table, sentence = beside.find(open_scale(name, "out", "recall"), experiment)
+    assert sentence == ""
+    assert table.folder == f"results/{name}/recall"

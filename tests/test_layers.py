@@ -10,7 +10,9 @@ from tests.runs import ROOT
 # it. A module may import what is in earlier lines, and the other modules of its package.
 LAYERS = (
     ("errors",),
-    ("data.vocabulary", "runtime.hf_config"),
+    ("data.vocabulary",),
+    ("runtime.nanogpt",),
+    ("runtime.hf_config",),
     ("config", "runtime.files", "runtime.source"),
     ("runtime.device", "runtime.distributed", "runtime.run_folder"),
     ("data", "attention"),

@@ -194,12 +194,15 @@ def test_padded_ids_are_zero_never_predicted_and_never_trained(tied):
 
 
 def test_mlps():
-    """GPT-2's tanh formula of GELU, and SwiGLU."""
+    """GPT-2's tanh formula of GELU, GELU itself, and SwiGLU."""
     x = torch.randn(3, 16, dtype=torch.float64)
     mlp = MLP(small_config("softmax.py")).double()
     u = mlp.c_fc(x)
     gelu = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
     assert_near(mlp(x), mlp.c_proj(gelu))
+    mlp = MLP(small_config("softmax.py", "--mlp=gelu_erf")).double()
+    u = mlp.c_fc(x)
+    assert_near(mlp(x), mlp.c_proj(0.5 * u * (1 + torch.erf(u / math.sqrt(2)))))
     mlp = MLP(small_config("softmax.py", "--mlp=swiglu", "--mlp_hidden=24")).double()
     gate, up = mlp.c_fc(x).split(24, dim=-1)
     assert_near(mlp(x), mlp.c_proj(gate * torch.sigmoid(gate) * up))

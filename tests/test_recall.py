@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from config import choices
 from data.loader import Batching, TokenLoader
-from data.recall import Drawn, RecallLoader, chance, draw, targets
+from data.recall import Drawn, RecallLoader, chance, draw, hash_sequences, targets
 from data.tasks import open_loader
 from errors import UserError
 from evaluation import mean_loss
@@ -212,8 +212,9 @@ def test_text_and_recall_in_turn(shards):
     text = TokenLoader(shards, batching, 257)
     recall = RecallLoader("latest", batching)
     assert loader.tokens == 2 * text.tokens
-    assert loader.identity() == text.identity() | {"recall": "latest, ids from 257"}
-    assert recall.identity() == {"recall": "latest, ids from 0"}
+    sequences = {"recall sequences": hash_sequences("latest")}
+    assert loader.identity() == text.identity() | {"recall": "latest, ids from 257"} | sequences
+    assert recall.identity() == {"recall": "latest, ids from 0"} | sequences
     for step in (0, 1, 2, 7, 8, 3):
         if step % 2:
             batch = recall.batch(step // 2)

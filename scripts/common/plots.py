@@ -96,7 +96,8 @@ class Curve:
     """A curve with a band around it, from y - deviation to y + deviation.
 
     A thin curve has the colour of its label and no entry in the legend. A reference is a thin grey
-    dashed line with an entry, such as the level of chance.
+    dashed line with an entry, such as the level of chance. Curves behind the others are light grey
+    and dashed, with one entry for all that share a label.
     """
 
     label: str
@@ -106,6 +107,7 @@ class Curve:
     band: str = field(default="", kw_only=True)  # what the band is, for the legend
     thin: bool = field(default=False, kw_only=True)
     reference: bool = field(default=False, kw_only=True)
+    behind: bool = field(default=False, kw_only=True)
 
 
 def draw_curves(
@@ -129,6 +131,8 @@ def draw_curves(
     points: set[float] = set()
     for curve in itertools.chain(*panels_of.values()):
         points.update(curve.x)
+        if curve.behind:
+            continue
         known = references if curve.reference else labels
         if curve.label not in known:
             known.append(curve.label)
@@ -136,7 +140,9 @@ def draw_curves(
         for place in marks:
             axes.axvline(place, color="0.6", linestyle=":", linewidth=1)
         for curve in curves:
-            if curve.reference:
+            if curve.behind:
+                axes.plot(curve.x, curve.y, color="0.7", linestyle="--", lw=0.8, label=curve.label)
+            elif curve.reference:
                 draw_reference(axes, curve, references.index(curve.label))
             else:
                 draw(axes, curve, labels.index(curve.label))

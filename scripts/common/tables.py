@@ -11,6 +11,7 @@ A table of results is a dict, saved as table.json:
                 columns, and runs: for each seed its values, folder, step, tokens, environment and
                 evaluation. A value that means nothing is None. With a baseline also difference:
                 the same of the differences between runs with the same seed.
+    beside      the folder of another table, and its rows; or no such key
 """
 
 import statistics
@@ -167,6 +168,11 @@ def markdown(table: dict, pictures: Sequence[str]) -> str:
         for name, entry in table["rows"].items():
             if "difference" in entry:
                 lines += difference_rows(name, entry["difference"], table)
+    if "beside" in table:
+        lines += ["", f"{table['beside']['folder']}, of the same settings and data:", "", *head]
+        for name, entry in table["beside"]["rows"].items():
+            cells = [cell(table, entry, column) for column in columns]
+            lines.append(markdown_row(f"`{name}`", len(entry["runs"]), cells))
     lines.append("")
     lines += [f"- {sentence}" for sentence in (*table["caption"], *reading(table))]
     lines.append("")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -29,6 +30,13 @@ def at(multiple: float, config: Config) -> int:
 def lengths(multiples: Sequence[float], config: Config) -> tuple[int, ...]:
     """Return multiples of the training length in tokens."""
     return tuple(at(multiple, config) for multiple in multiples)
+
+
+class Beside(NamedTuple):
+    """A committed table whose rows are shown beside those of an experiment."""
+
+    folder: str
+    table: dict
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Experiment:
     note: str = ""
     remarks: Callable[[dict], Sequence[str]] = lambda table: ()  # sentences on a table
     baseline: str = ""  # the entry that the others are compared with, seed by seed
+    beside: Beside | None = None
 
     def multiples_at(self, config: Config) -> Multiples:
         """The columns that are lengths, in multiples of the training length."""

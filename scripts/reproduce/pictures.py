@@ -28,14 +28,14 @@ Draw = Callable[[dict], Pictures]
 def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure:
     """Draw values over length in panels {title: {label: summary over seeds}}; controls are thin.
 
-    In a table of recall the level of chance is a dashed line.
+    In a table of recall the level of chance is a dashed line. Committed rows are behind the others.
     """
     x = table["multiples"]
     chance = level_of_chance(table)
     difference = difference_title(table)
     curves: dict[str, list[Curve]] = {}
     for title, summaries in panels.items():
-        curves[title] = []
+        curves[title] = curves_beside(table) if title not in (PAPER, difference) else []
         for label, summary in summaries.items():
             mean = summary["mean"][: len(x)]
             curves[title].append(with_band(table, label, x, mean, summary["deviation"][: len(x)]))
@@ -47,6 +47,17 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure
     # nats per token of two tokenizers, and differences, have scales of their own
     sharey = difference not in panels and (PAPER not in panels or table["same_tokens"])
     return draw_curves(curves, LENGTH, table["unit"], "x", THIN, sharey=sharey)
+
+
+def curves_beside(table: dict) -> list[Curve]:
+    """Return the curves of the committed rows that the table has beside its own."""
+    if "beside" not in table:
+        return []
+    x = table["multiples"]
+    rows = table["beside"]["rows"].values()
+    label = f"{table['beside']['folder']}, {len(rows)} rows"
+    means = [drawable(row["mean"][: len(x)]) for row in rows]
+    return [Curve(label, x, mean, behind=True) for mean in means]
 
 
 def difference_title(table: dict) -> str:

@@ -41,7 +41,7 @@ def rebuild(folder: Path) -> None:
     if table["baseline"]:
         add_differences(table["rows"], table["baseline"])
     name = table["name"]
-    if table["baseline"]:
+    if table["baseline"] or "beside" in table:
         save_pictures(folder, name, pictures.together(table))
     elif name in EXPERIMENTS:
         save_pictures(folder, name, EXPERIMENTS[name].draw(table))

@@ -4,6 +4,8 @@ A table has the keys of scripts.common.tables, and
 
     name, scale, paper_scale, unit
     multiples   of the training length, the first columns; null where columns are no lengths
+    conditions  of its runs, as scripts.reproduce.beside has them
+    beside      the folder of a committed table, and its rows with these columns
     not_run     names of entries
     failures    sentences
 """
@@ -26,6 +28,7 @@ from scripts.common.papers import TOKENIZER, TRAINED_LENGTH
 from scripts.common.planned import check, cost, stop_on_signals, train, with_bases
 from scripts.common.plots import save_picture
 from scripts.common.tables import paired, ranged, spread, summarise, write
+from scripts.reproduce import beside
 from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
 from scripts.reproduce.headroom import HEADROOM, LONGER, available, by_seed
 from scripts.reproduce.kinds import GAIN
@@ -139,7 +142,7 @@ def build_table(work: Work, failures: list[str]) -> dict:
     better = experiment.better
     if not isinstance(better, tuple):
         better = (better,) * len(columns)
-    table = {
+    table: dict[str, Any] = {
         "name": work.name,
         "title": experiment.title,
         "scale": work.scale.name,
@@ -155,6 +158,10 @@ def build_table(work: Work, failures: list[str]) -> dict:
         "not_run": not_run,
         "failures": failures,
     }
+    if not experiment.compute:
+        table["conditions"] = beside.conditions(work.scale)
+    if experiment.beside is not None:
+        table["beside"] = beside.with_columns(experiment.beside, table)
     sentences = caption(table, work)
     if GAIN in experiment.columns:
         sentences += add_headroom(table, work)
@@ -247,6 +254,8 @@ def caption(table: dict, work: Work) -> list[str]:
     if work.experiment.note:
         sentences.append(work.experiment.note)
     sentences += work.experiment.remarks(table)
+    if "beside" in table:
+        sentences += beside.standing(table)
     if table["not_run"]:
         names = ", ".join(f"`{name}`" for name in table["not_run"])
         sentences.append(f"Not run yet: {names}.")

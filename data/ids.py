@@ -1,0 +1,153 @@
+"""Token ids that another program has written: nanoGPT's .bin and build-nanogpt's .npy, to shards.
+
+They are copied as they are, in order, once they are known to be ids of the tokenizer.
+"""
+
+import argparse
+import hashlib
+import pickle
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from data.build import Stream, new_meta, write_set
+from data.shards import HEADER, MAGIC, TOKEN, Tokens, check_ids
+from data.vocabulary import END_OF_TEXT, TOKENIZER, count_ids
+from errors import UserError
+
+SUFFIXES = (".bin", ".npy")
+CHUNK = 1 << 20  # ids that are read at once
+# What nanoGPT writes beside ids of characters.
+META_PKL = "meta.pkl"
+
+
+def are_ids(path: str | Path) -> bool:
+    return Path(path).suffix in SUFFIXES
+
+
+def open_ids(path: Path) -> Tokens:
+    """Map the ids [n] of a file into memory.
+
+    Raises UserError where it cannot be read, has another form, or is a shard already.
+    """
+    try:
+        if path.suffix == ".npy":
+            ids = np.lib.format.open_memmap(path, mode="r")
+        else:
+            ids = np.memmap(path, TOKEN, mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as ids of uint16: {error}") from error
+    if ids.dtype != TOKEN or ids.ndim != 1:
+        raise UserError(f"{path}: has {ids.dtype} {list(ids.shape)}; it must be a row of uint16")
+    if np.array_equal(ids[:2], np.array([MAGIC], HEADER).view(TOKEN)):
+        raise UserError(f"{path} is a shard: --data_dir takes its folder as it is (docs/data.md)")
+    return ids
+
+
+def checksum(path: Path, vocab_size: int) -> str:
+    """Return a hash of a file's ids. Raises UserError where one is not below `vocab_size`."""
+    ids = open_ids(path)
+    digest = hashlib.sha256()
+    for start in tqdm(range(0, len(ids), CHUNK), desc=f"checking {path}", delay=2):
+        chunk = ids[start : start + CHUNK]
+        check_ids(path, chunk, vocab_size, start)
+        digest.update(chunk.data)
+    return digest.hexdigest()
+
+
+def reader(paths: list[Path]) -> Stream:
+    """Return a Stream of these files; a state is (index of a file, index of its id)."""
+
+    def read(state: Any) -> Iterator[tuple[Any, Tokens]]:
+        first_file, first_id = state or (0, 0)
+        for index in range(first_file, len(paths)):
+            ids = open_ids(paths[index])
+            for start in range(first_id, len(ids), CHUNK):
+                yield (index, start), ids[start : start + CHUNK]
+            first_id = 0
+
+    return read
+
+
+def copy_ids(args: argparse.Namespace) -> None:
+    """Make a folder of shards from the files of data.text's command line.
+
+    Raises UserError where they are not all of ids, or an option is for text.
+    """
+    if not args.val or not all(map(are_ids, [*args.paths, *args.val])):
+        raise UserError("ids need files of ids for validation too: train.bin --val val.bin")
+    if args.repeat or args.skip_nulls or args.split_at is not None:
+        raise UserError("--repeat, --skip_nulls and --split_at are for text: ids stay as they are")
+    train = [Path(path) for path in args.paths]
+    val = [Path(path) for path in args.val]
+    folder = train[0].resolve().parent
+    out_dir = args.out_dir or Path("data", folder.name)
+    meta_pkl = folder / META_PKL
+    if not meta_pkl.is_file():
+        copy_files(train, val, out_dir, args)
+        return
+    if args.tokenizer != "bytes":  # the default
+        raise UserError(f"{meta_pkl} says what the ids stand for: leave out --tokenizer")
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(temporary, TOKENIZER)
+        tokenizer_of_characters(meta_pkl).save(str(file))
+        args.tokenizer = str(file)
+        copy_files(train, val, out_dir, args)
+
+
+def copy_files(train: list[Path], val: list[Path], out_dir: Path, args: argparse.Namespace) -> None:
+    vocab_size = count_ids(args.tokenizer)
+    checksums = [[checksum(path, vocab_size) for path in paths] for paths in (val, train)]
+    meta = new_meta(args, checksums, source=" ".join(args.paths))
+    write_set(out_dir, "text", [reader(val), reader(train)], args.tokenizer, meta)
+
+
+# ---- characters ----
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, texts and numbers; anything else could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(f"it has an object of {module}.{name}, not plain values alone")
+
+
+def read_characters(path: Path) -> list[str]:
+    """Return the character of each id in nanoGPT's meta.pkl.
+
+    Raises UserError where the file cannot be read, or has other tokens than characters.
+    """
+    try:
+        with open(path, "rb") as file:
+            itos = PlainUnpickler(file).load()["itos"]
+        characters = [itos[i] for i in range(len(itos))]
+    except Exception as error:  # pickle raises many types for damaged files
+        raise UserError(f"{path}: no meta.pkl of nanoGPT's: {error!r}") from error
+    if not all(isinstance(text, str) and len(text) == 1 for text in characters):
+        raise UserError(
+            f"{path}: its ids are not of single characters: give a tokenizer.json of them with "
+            "--tokenizer, and move meta.pkl away"
+        )
+    return characters
+
+
+def tokenizer_of_characters(meta_pkl: Path) -> Any:
+    """Return a tokenizer with nanoGPT's ids of characters, and end-of-text as the last id.
+
+    Raises UserError as `read_characters`, and where the library is missing.
+    """
+    characters = read_characters(meta_pkl)
+    try:
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError as error:
+        raise UserError(f"{meta_pkl}: this needs `pip install tokenizers`") from error
+    ids = {text: i for i, text in enumerate(characters)}
+    tokenizer = Tokenizer(models.WordLevel(ids))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return tokenizer

@@ -1,0 +1,103 @@
+"""nanoGPT's ckpt.pt in the form of a checkpoint of train.py: as a run, and as initial weights."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from data.vocabulary import BUILT_IN, TOKENIZER, identify
+from errors import UserError, first_line
+
+# Precedes the path of a ckpt.pt in init_from.
+NANOGPT = "nanogpt:"
+# What its vocabulary sizes stand for: GPT-2's ids, and these padded to a multiple of 64.
+GPT2_SIZES = (BUILT_IN["gpt2"], 50304)
+# torch.compile's prefix, which nanoGPT leaves in some checkpoints.
+COMPILED = "_orig_mod."
+
+
+def read_pt(path: Path) -> Any:
+    """Read a .pt file, memory-mapped: its CPU tensors are read when first used.
+
+    Nothing in the file is run as code. Raises UserError where it cannot be read.
+    """
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch.load raises many types for damaged files
+        reason = first_line(error)
+        if unsafe := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            reason = f"it has an object of {unsafe[1]}, not tensors and plain values alone"
+        raise UserError(f"{path}: the checkpoint cannot be read: {reason}") from error
+
+
+def is_nanogpts(content: Any) -> bool:
+    """Tell whether the content of a .pt file was written by nanoGPT's train.py."""
+    return isinstance(content, dict) and "model_args" in content
+
+
+def as_ours(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the content of a ckpt.pt as a checkpoint of ours has it: model, step, config.
+
+    Raises UserError where an entry is missing, and for ids that are not GPT-2's without their
+    tokenizer.json beside the file.
+    """
+    try:
+        args = content["model_args"]
+        training = content["config"]
+        sequences = training["gradient_accumulation_steps"] * training["batch_size"]
+        settings = {
+            "attention": "softmax",
+            "positions": "learned",
+            "n_layer": args["n_layer"],
+            "n_head": args["n_head"],
+            "n_embd": args["n_embd"],
+            "block_size": args["block_size"],
+            "vocab_size": args["vocab_size"],
+            "bias": args["bias"],
+            "mlp": "gelu_erf",
+            "total_batch_size": sequences * args["block_size"],
+            "data_dir": f"data/{training['dataset']}",
+            "name": f"nanogpt_{training['dataset']}",
+            "tokenizer": tokenizer_of(args["vocab_size"], path),
+        }
+        model = {}
+        for key, x in content["model"].items():
+            if not key.endswith(".attn.bias"):  # the mask of a torch without fused attention
+                name = our_name(key.removeprefix(COMPILED))
+                model[name] = padded(x) if name in ("wte.weight", "lm_head.weight") else x
+        return {"model": model, "step": content["iter_num"], "config": settings}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: no checkpoint of nanoGPT's train.py: {error!r}") from error
+
+
+def tokenizer_of(vocab_size: int, path: Path) -> str:
+    """Return what a checkpoint records of the tokenizer with so many ids.
+
+    Raises UserError where they are not GPT-2's, and tokenizer.json is not beside the checkpoint.
+    """
+    if vocab_size in GPT2_SIZES:
+        return "gpt2"
+    file = path.with_name(TOKENIZER)
+    if not file.is_file():
+        raise UserError(
+            f"{path}: its {vocab_size} ids are not GPT-2's: their tokenizer.json must be beside "
+            "it; `python -m data.text train.bin --val val.bin` makes it of a meta.pkl "
+            "(docs/elsewhere.md)"
+        )
+    return identify(str(file))
+
+
+def our_name(key: str) -> str:
+    """Return our name of a weight of GPT-2 in nanoGPT and transformers."""
+    name = key.removeprefix("transformer.").replace("h.", "trunk.blocks.", 1)
+    if name.startswith(("trunk.", "wte.", "lm_head.")):
+        return name
+    return f"trunk.{name}"
+
+
+def padded(weight: Any) -> Any:
+    """Return weights [vocabulary, n_embd] with rows of 0 up to a multiple of 128, as GPT's."""
+    import torch.nn.functional as F
+
+    return F.pad(weight, (0, 0, 0, -len(weight) % 128))

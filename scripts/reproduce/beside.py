@@ -1,0 +1,149 @@
+"""Committed results beside the entries of a comparison, where they are of the same experiment.
+
+table.json records the conditions of its runs: the settings of the scale that decide what a run
+learns, and what identifies the data, which of recall is a hash of its sequences. Committed rows are
+shown where these are the same, and what was measured of each run too.
+"""
+
+from pathlib import Path
+
+import torch
+
+from config import LEARNED, ROOT, Config
+from data.tasks import open_loader
+from errors import UserError
+from runtime.checkpoint import settings_of
+from runtime.files import read_json
+from scripts.common.runner import identity
+from scripts.common.tables import summarise
+from scripts.reproduce.entries import Scale
+from scripts.reproduce.measure import Beside, Experiment
+
+# What identifies the text of a run in its measurements, but not in a table's.
+NOT_RECORDED = ("data_dir", "val_sha256", "tokenizer")
+LONGEST = 16  # times the training length: where a sentence says how the entries stand
+
+
+def conditions(scale: Scale) -> dict:
+    """Return what decides whether the runs of two tables can be compared.
+
+    Raises UserError where the scale's data are missing.
+    """
+    config = scale.config
+    settings = settings_of(config)
+    loader = open_loader(config, 0, 1, torch.device("cpu"))
+    return {
+        "settings": {key: settings[key] for key in LEARNED if key not in ("seed", "data_dir")},
+        "data": loader.identity() if loader else {},
+    }
+
+
+def find(scale: Scale, experiment: Experiment) -> tuple[Beside | None, str]:
+    """Return the committed table of the scale to show, or a sentence on why there is none.
+
+    Of several it is the one with most rows. The sentence is empty where nothing is committed.
+    """
+    if experiment.evaluation is None:
+        return None, ""
+    tables = {}
+    for file in sorted((ROOT / "results" / scale.name).glob("*/table.json")):
+        table = read_json(file)
+        if table["unit"] == experiment.unit and table["multiples"]:
+            tables[file.parent.relative_to(ROOT).as_posix()] = table
+    by_size = sorted(tables, key=lambda folder: len(tables[folder]["rows"]), reverse=True)
+    reasons = []
+    for folder in by_size:
+        try:
+            reason = difference(tables[folder], scale, experiment)
+        except UserError as error:  # --plan needs no data
+            reason = f"cannot be compared: {error}"
+        if reason is None:
+            return Beside(folder, tables[folder]), ""
+        reasons.append(f"Not beside {folder}, which {reason}.")
+    return None, reasons[0] if reasons else ""
+
+
+def open_beside(folder: str, scale: Scale, experiment: Experiment) -> Beside:
+    """Return the table in a folder. Raises UserError where it cannot be compared."""
+    table = read_json(Path(folder, "table.json"))
+    if table is None:
+        raise UserError(f"--beside {folder}: there is no table.json")
+    reason = difference(table, scale, experiment)
+    if reason is not None:
+        raise UserError(f"--beside {folder} cannot be compared: it {reason}")
+    return Beside(folder, table)
+
+
+def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
+    """Say what a table has that cannot be compared with the experiment; None if it can.
+
+    Raises UserError where the scale's data are missing.
+    """
+    if table["unit"] != experiment.unit:
+        return f"has {table['unit']}, not {experiment.unit}"
+    before = table.get("conditions")
+    if before is None:
+        return "does not record its settings and data"
+    now = conditions(scale)
+    for key, value in now["settings"].items():
+        other = before["settings"].get(key, getattr(Config, key))  # of a setting that came later
+        if other != value:
+            return f"was trained with {key} = {other!r}, not {value!r}"
+    for name, value in now["data"].items():
+        if name != "text" and before["data"].get(name) != value:  # not every folder has `text`
+            return f"was trained on other {name}, by their hash"
+    assert experiment.evaluation is not None
+    options = experiment.options(scale.config)
+    measured = identity(experiment.evaluation, options, options.applied(scale.config))
+    for row in table["rows"].values():
+        for run in row["runs"]:
+            for key, value in measured.items():
+                other = run["evaluation"].get(key)
+                if key not in NOT_RECORDED and other != value:
+                    return f"was measured with {key} = {other!r}, not {value!r}"
+    return None
+
+
+def with_columns(beside: Beside, table: dict) -> dict:
+    """Return the committed rows that have no namesake in a table, with its columns."""
+    columns = [without_remark(column) for column in beside.table["columns"]]
+    places = []
+    for column in table["columns"]:
+        name = without_remark(column)
+        places.append(columns.index(name) if name in columns else None)
+    rows = {}
+    for name, row in beside.table["rows"].items():
+        if name in table["rows"]:
+            continue
+        runs = []
+        for run in row["runs"]:
+            values = [None if i is None else run["values"][i] for i in places]
+            runs.append(run | {"values": values})
+        rows[name] = summarise(runs)
+    return {"folder": beside.folder, "rows": rows}
+
+
+def without_remark(column: str) -> str:
+    """Return the name of a column: of the gain from context without what is available."""
+    return column.partition(" (")[0]
+
+
+def standing(table: dict) -> list[str]:
+    """Say of how many committed rows each entry's mean is above and below."""
+    multiples = [multiple for multiple in table["multiples"] if multiple <= LONGEST]
+    column = table["multiples"].index(max(multiples))
+    others = []
+    for row in table["beside"]["rows"].values():
+        if row["mean"][column] is not None:
+            others.append(row["mean"][column])
+    sentences = []
+    for name, row in table["rows"].items():
+        mean = row["mean"][column]
+        if mean is not None and others:
+            above = sum(other < mean for other in others)
+            below = sum(other > mean for other in others)
+            sentences.append(
+                f"At {table['columns'][column]} `{name}` is above {above} and below {below} of the "
+                f"{len(others)} rows of {table['beside']['folder']}."
+            )
+    return sentences
