@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -85,7 +86,8 @@ def main(config: Config | None = None) -> None:
         training, loader, loss_fn = set_up(config, rank, world_size, device)
         stopped = False
         if loader is not None and not config.dry_run:
-            stopped = train(config, training, loader, loss_fn)
+            fetch = partial(fetch_batch, loader, config)
+            stopped = train(config, training, fetch, loss_fn, loader)
     if stopped:
         sys.exit(EXIT_STOPPED)
 
@@ -153,14 +155,21 @@ def set_up(
 def train(
     config: Config,
     training: Training,
-    loader: Loader,
+    fetch: "Callable[[int], StepBatch]",
     loss_fn: LossFn,
+    loader: Loader | None = None,
 ) -> bool:
-    """Train until the last step or a signal; returns whether a signal stopped it."""
+    """Train until the last step or a signal; returns whether a signal stopped it.
+
+    `fetch` returns this rank's share of a step. Without a loader there is no validation.
+    """
     run = Path(config.out_dir)
-    rank = loader.batching.rank
+    rank = 0
+    rank_flops_per_token = 0.0
+    if loader is not None:
+        rank = loader.batching.rank
+        rank_flops_per_token = training.model.flops_per_token() / loader.batching.world_size
     quiet = rank > 0
-    rank_flops_per_token = training.model.flops_per_token() / loader.batching.world_size
     with (
         stop_signals() as signals,
         checkpoint.Saver(run, config, training.resumed_at, quiet) as saver,
@@ -171,7 +180,8 @@ def train(
             finished = training.step >= config.max_iters
             just_resumed = training.step == training.resumed_at
             # before it is saved, so that a run resumed from here need not validate again
-            if not just_resumed and (finished or training.step % config.eval_interval == 0):
+            validates = finished or training.step % config.eval_interval == 0
+            if loader is not None and validates and not just_resumed:
                 monitor.read()
                 validate(training, config, loader, log, saver)
             stopped = all_reduce_max(len(signals)) > 0
@@ -183,7 +193,7 @@ def train(
                 break
 
             monitor.begin()
-            batch = fetch_batch(loader, config, training.step)
+            batch = fetch(training.step)
             # for a variant that draws random numbers: a resumed run draws the same
             torch.manual_seed(hash((config.seed, training.step, rank)))
             lr = learning_rate(training.step, config)

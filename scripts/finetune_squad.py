@@ -45,17 +45,17 @@ from errors import UserError, command
 from layers.build import build_model
 from layers.selfcheck import check_kernels
 from model import GPT
-from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate
+from optim import build_optimizers, build_scaler
 from runtime import checkpoint, run_folder
 from runtime.checkpoint import Training
 from runtime.device import open_device, pick_dtype
-from runtime.distributed import EXIT_STOPPED, stop_signals
+from runtime.distributed import EXIT_STOPPED
 from runtime.files import lock_folder, read_json, write_json
-from runtime.log import Log, say
+from runtime.log import say
 from scripts.common.command_line import RUN, option, parse
 from scripts.common.options import Options
 from scripts.common.retrieval import ASK
-from train import Monitor, StepBatch, Update, save, train_step
+from train import StepBatch, train
 
 SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v2.0.json"
 # Steps between checkpoints.
@@ -158,7 +158,11 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
         f"({data['left_out']:,} questions left out), "
         f"{config.max_iters:,} steps on {device.type}, in {out}"
     )
-    return train(training, config, examples, options)
+
+    def fetch(step: int) -> StepBatch:
+        return fetch_batch(config.first_batch + step, examples, options, config.seed, device)
+
+    return train(config, training, fetch, partial(answer_loss, model))
 
 
 def recipe(run: str, base: Config, out: Path, options: FineTuning) -> Config:
@@ -184,44 +188,6 @@ def recipe(run: str, base: Config, out: Path, options: FineTuning) -> Config:
         device=options.device,
         dtype=options.dtype,
     )
-
-
-def train(training: Training, config: Config, examples: list[Example], options: FineTuning) -> bool:
-    """train.py's loop for one process, without validation; returns whether a signal stopped it."""
-    out = Path(config.out_dir)
-    device = training.device
-    loss_fn = partial(answer_loss, training.model)
-    with (
-        stop_signals() as received,
-        checkpoint.Saver(out, config, training.resumed_at) as saver,
-    ):
-        log = Log(out, config, training.resumed_at, quiet=False)
-        monitor = Monitor(config, training, log, saver, flops_per_token=0.0)  # not known
-        while True:
-            finished = training.step >= config.max_iters
-            stopping = finished or len(received) > 0
-            is_saved = training.step == training.resumed_at
-            if not is_saved and (stopping or training.step % config.checkpoint_interval == 0):
-                monitor.read()
-                save(training, config, log, saver)
-            if stopping:
-                break
-
-            monitor.begin()
-            number = config.first_batch + training.step
-            batch = fetch_batch(number, examples, options, config.seed, device)
-            # a variant that draws random numbers draws the same ones in a resumed run
-            torch.manual_seed(hash((config.seed, training.step, 0)))
-            lr = learning_rate(training.step, config)
-            set_learning_rate(training.optimizers, lr)
-            loss, grad_norm = train_step(training, loss_fn, batch, config.grad_clip)
-            training.step += 1
-            monitor.add(Update(training.step, lr, batch.tokens, loss, grad_norm))
-        saver.wait()
-        done = "finished" if finished else "stopped by a signal; continue with --resume"
-        log.print(f"step {training.step} of {config.max_iters} is saved: {done}")
-        log.finish()
-    return not finished
 
 
 # ---- data ----

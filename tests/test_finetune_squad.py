@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import train as training_loop
 from data.tokenizer import get_tokenizer
 from layers.build import build_model
 from runtime import checkpoint, run_folder
@@ -178,7 +179,7 @@ def test_finetuning_resumes_and_never_overwrites(run, squad, call, tmp_path, mon
 def test_finetuning_saves_at_intervals_and_stops_where_it_diverges(
     run, squad, call, tmp_path, monkeypatch, capsys
 ):
-    train_step = finetune_squad.train_step
+    train_step = training_loop.train_step
     rates = []
     seeds = []
 
@@ -191,7 +192,7 @@ def test_finetuning_saves_at_intervals_and_stops_where_it_diverges(
             grad_norm = math.nan
         return loss, grad_norm
 
-    monkeypatch.setattr(finetune_squad, "train_step", diverges)
+    monkeypatch.setattr(training_loop, "train_step", diverges)
     monkeypatch.setattr(finetune_squad, "CHECKPOINT_INTERVAL", 2)
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as stop:
@@ -217,7 +218,7 @@ def test_finetuning_saves_at_intervals_and_stops_where_it_diverges(
         return fetch_batch(number, *arguments)
 
     monkeypatch.setattr(finetune_squad, "fetch_batch", fetches)
-    monkeypatch.setattr(finetune_squad, "train_step", train_step)
+    monkeypatch.setattr(training_loop, "train_step", train_step)
     arguments = (run, f"--squad={squad}", f"--out_dir={out}", "--sequences=16")
     call(finetune_squad, *arguments, *settings)
     assert numbers == list(range(5, 31))  # of steps 4 to 29: the batch that diverged is skipped
@@ -232,7 +233,7 @@ def test_finetuning_stops_before_it_saves_weights_that_are_not_finite(
             training.model.wte.weight[0, 0] = math.inf
         return 1.0, 1.0
 
-    monkeypatch.setattr(finetune_squad, "train_step", breaks)
+    monkeypatch.setattr(training_loop, "train_step", breaks)
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as stop:
         call(finetune_squad, run, f"--squad={squad}", f"--out_dir={out}", "--epochs=1")

@@ -28,9 +28,11 @@ from scripts.reproduce.entries import (
     SSMAX_F,
     SSMAX_PROBE,
     config_entry,
+    hybrid,
     open_scale,
-    variation,
+    with_alibi,
     with_p,
+    without_positions,
 )
 from tests.helpers import measured_losses, not_blank, read_table, small_config
 from tests.runs import ROOT, wait_for
@@ -293,8 +295,15 @@ def test_an_entry_may_have_any_p():
 def test_an_entry_called_as_a_config_is_this_config(monkeypatch, tmp_path):
     for name, file in FILES.items():
         assert config_entry(name).file == file
-    for name in ("softmax_nope", "softmax_alibi", "hybrid_ssmax"):
-        assert variation(name, "lssa", lambda scale: {"p": 3.0}).file == FILES[name]
+    scale = open_scale("tiny", "out")
+    for entry in (
+        without_positions("softmax"),
+        with_alibi("softmax"),
+        hybrid("ssmax"),
+        with_p("lssar", 3),
+        with_p("softmax", 15),
+    ):
+        assert scale.run(entry, 1337).config == scale.run(config_entry(entry.run), 1337).config
     (tmp_path / "edited.py").write_text("nope_share = 0.5\nlocal_window = 128\n")
     monkeypatch.setitem(FILES, "hybrid", tmp_path / "edited.py")
     settings = config_entry("hybrid").scaled(open_scale("tiny", "out").config)

@@ -123,38 +123,29 @@ def windows(file: Path, scale: Config) -> Settings:
 
 
 def with_p(variant: str, p: float) -> Entry:
-    """Return the entry of a variant with this p, for which it need not have a config file."""
-    name = f"{variant}_p{p:g}"
-    if name in FILES:
-        return config_entry(name)
-    other = f"{variant}_p15"
-    if other not in FILES:
-        other = variant
-    return replace(config_entry(other), run=name, settings={"p": float(p)})
-
-
-def variation(name: str, config: str, scaled: Callable[[Config], Settings]) -> Entry:
-    """Return the config of this name or, where there is none, another with these settings."""
-    if name in FILES:
-        return config_entry(name)
-    return Entry(name, FILES[config], scaled=scaled)
+    """Return the entry of a variant with this p; lssar has config files with a p alone."""
+    config = variant if variant in FILES else f"{variant}_p15"
+    return replace(config_entry(config), run=f"{variant}_p{p:g}", settings={"p": float(p)})
 
 
 def without_positions(config: str) -> Entry:
-    return variation(f"{config}_nope", config, lambda scale: {"positions": "none"})
+    settings = {"positions": "none"}
+    return replace(config_entry(config), run=f"{config}_nope", settings=settings)
 
 
 def with_alibi(config: str) -> Entry:
-    return variation(f"{config}_alibi", config, lambda scale: {"positions": "alibi"})
+    settings = {"positions": "alibi"}
+    return replace(config_entry(config), run=f"{config}_alibi", settings=settings)
 
 
 def hybrid(config: str) -> Entry:
     """Half of the heads see all keys without positions, and half a window with RoPE."""
-
-    def half_of_the_heads(scale: Config) -> Settings:
-        return {"nope_share": 0.5, **windows(FILES["hybrid"], scale)}
-
-    return variation(f"hybrid_{config}", config, half_of_the_heads)
+    return replace(
+        config_entry(config),
+        run=f"hybrid_{config}",
+        settings={"nope_share": 0.5},
+        scaled=partial(windows, FILES["hybrid"]),
+    )
 
 
 # ---- SSMax's swaps of attention in a trained model, and its probe ----

@@ -39,7 +39,7 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure
         for label, summary in summaries.items():
             mean = summary["mean"][: len(x)]
             curves[title].append(with_band(table, label, x, mean, summary["deviation"][: len(x)]))
-            control = control_losses(table, summary.get("runs", []))
+            control = control_losses(summary.get("runs", []))
             if control:
                 curves[title].append(Curve(label, x, control, thin=True))
         if chance is not None and title != difference:
@@ -90,14 +90,13 @@ def lengths_of(table: dict) -> list[int]:
     return [round(multiple * trained) for multiple in table["multiples"]]
 
 
-def control_losses(table: dict, runs: Sequence[dict]) -> list[float]:
+def control_losses(runs: Sequence[dict]) -> list[float]:
     """Return the losses of the control at each length, means over runs; empty without a control."""
     losses = []
     for run in runs:
         control = run.get("evaluation", {}).get("control", {})
         if "loss" in control:
-            loss_at = dict(zip(control["lengths"], control["loss"], strict=True))
-            losses.append([loss_at[length] for length in lengths_of(table)])
+            losses.append(control["loss"])
     return [statistics.mean(column) for column in zip(*losses, strict=True)]
 
 

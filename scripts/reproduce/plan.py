@@ -1,7 +1,6 @@
 """What --plan prints: the entries, the paper's values, missing data, disk and hours."""
 
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,13 +10,13 @@ from config import Config, micro_batch_size
 from data.tasks import TASKS
 from layers.build import build_model
 from runtime.device import PEAK_FLOPS, open_device
-from scripts.benchmark import build_step
+from scripts.benchmark import prepare, timed_step
 from scripts.common.planned import PlannedRun, processes_of, with_bases
 from scripts.common.tables import print_table
 
 # The most tokens of the measured step on a CPU: two seconds at 124M parameters on two idle cores.
 CPU_TOKENS = 512
-MEASURED_SECONDS = 3  # of which the fastest step counts
+MEASURED_MS = 3000  # of which the fastest step counts
 # A float32 weight, and with AdamW's two moments; Muon has a moment less.
 BEST_BYTES = 4
 CHECKPOINT_BYTES = 12
@@ -81,15 +80,11 @@ def measured_flops(config: Config) -> float:
         sequences = min(sequences, max(1, CPU_TOKENS // length))
     config = config.replace(block_size=length, batch_size=sequences)
     print("measuring a training step", flush=True)
-    step = build_step(config, "train", device, plain=False, say=lambda line: None)
-    step()  # allocates, and on a GPU compiles
+    prepare(config, "train", plain=False)
     timings: list[float] = []
-    while not timings or sum(timings) < MEASURED_SECONDS:
-        started = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        timings.append(time.perf_counter() - started)
+    while sum(timings) < MEASURED_MS:
+        ms, _ = timed_step()
+        timings.append(ms)
     with torch.device("meta"):
         flops_per_token = build_model(config).flops_per_token()
-    return processes * sequences * length * flops_per_token / min(timings)
+    return processes * sequences * length * flops_per_token / (min(timings) / 1000)
