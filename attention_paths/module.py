@@ -93,7 +93,7 @@ class Attention(ReferenceAttention):
         masked = has_window or context.document_positions is not None
         if by_sdpa and not (masked and q.is_cuda):
             return "sdpa"
-        if by_sdpa and varlen_obstacle(q, Lk) is None:
+        if by_sdpa and varlen_obstacle(self, q, Lk) is None:
             return "varlen"
         reason = obstacle(self, q)
         if reason is None and (q.is_cuda or self.impl == "triton"):

@@ -21,7 +21,7 @@ LARGEST_HEAD = 256
 SHORTEST_MEAN = 32
 
 
-def varlen_obstacle(q: Tensor, Lk: int) -> str | None:
+def varlen_obstacle(layer: ReferenceAttention, q: Tensor, Lk: int) -> str | None:
     """Say why varlen_attn cannot take queries like q [B, H, Lq, d] of Lk keys; None if it can."""
     if not q.is_cuda or torch.version.hip is not None:
         return "it needs an NVIDIA GPU"
@@ -29,8 +29,8 @@ def varlen_obstacle(q: Tensor, Lk: int) -> str | None:
         return f"it computes in 16 bits, not in {q.dtype}"
     if q.shape[2] != Lk:
         return "some keys are in a cache"
-    if q.shape[3] % 8 or q.shape[3] > LARGEST_HEAD:
-        return f"head size {q.shape[3]} is not a multiple of 8 up to {LARGEST_HEAD}"
+    if layer.head_size % 8 or layer.head_size > LARGEST_HEAD:
+        return f"head size {layer.head_size} is not a multiple of 8 up to {LARGEST_HEAD}"
     major, minor = torch.cuda.get_device_capability(q.device)
     if major < 8:
         return f"it needs compute capability 8.0 or newer, and this is {major}.{minor}"

@@ -1,4 +1,4 @@
-"""A check of the fused kernels on this machine, before a run or an evaluation uses them."""
+"""A check of attention's kernels on this machine, before a run or an evaluation uses them."""
 
 import math
 import sys
@@ -25,6 +25,8 @@ ROUNDING = 2.0**-7
 # Queries: no multiple of a tile (on a GPU, three tiles of 128 keys and a part of one), and a
 # multiple of 16, as most training lengths are, for which Triton compiles other kernels
 ODD, EVEN = (77, 64) if launch is None or launch.INTERPRETED else (3 * 128 + 77, 512)
+# Keys that exceed any window.
+MANY_KEYS = 2**30
 
 
 def check_kernels(
@@ -36,29 +38,30 @@ def check_kernels(
 ) -> dict[str, Any]:
     """Say the path of a model's attention; returns what environment.json records of it.
 
-    If it is 'triton', the kernels and the reference in float32 compute the attention forward,
-    backward and for a single query, in one layer of each kind. If they differ, or the kernels
-    raise, on any rank (`any_rank` tells whether its argument is true on one), the model takes
-    'blocked' instead or, with attention_impl = 'triton', UserError is raised.
+    If it is 'triton' or 'varlen', the kernels and the reference in float32 compute the attention
+    forward, backward and for a single query, in one layer of each kind. If they differ, or the
+    kernels raise, on any rank (`any_rank` tells whether its argument is true on one), the model
+    takes 'blocked' instead or, with attention_impl = 'triton', UserError is raised.
     """
     q = torch.empty(1, 1, 1, 1, device=next(model.parameters()).device, dtype=dtype)
     context = Context(
         log_forget=q[..., 0] if config.forget else None,
         document_positions=q[0, 0] if config.document_mask else None,
     )
+    queries = q.expand(1, 1, MANY_KEYS, 1)  # takes no memory
     by_path: dict[str, list[Attention]] = {}
     for module in model.modules():
         if isinstance(module, Attention):
-            by_path.setdefault(module.path(q, sys.maxsize, context), []).append(module)
+            by_path.setdefault(module.path(queries, MANY_KEYS, context), []).append(module)
     paths = " and ".join(sorted(by_path))
     facts: dict[str, Any] = {"attention_path": paths}
     line = f"attention path: {paths}"
     if "blocked" in by_path and config.attention_impl == "auto":
         reason = obstacle(by_path["blocked"][0], q) or "this is cpu"
         line += f" (not triton: {reason})"
-    fused = by_path.get("triton")
-    if fused:
-        kinds = {(layer.variant, layer.window, layer.alibi_heads): layer for layer in fused}
+    layers = [*by_path.get("triton", []), *by_path.get("varlen", [])]
+    if layers:
+        kinds = {(layer.variant, layer.window, layer.alibi_heads): layer for layer in layers}
         largest_error = 0.0
         problem = ""
         for layer in kinds.values():
@@ -66,11 +69,11 @@ def check_kernels(
             largest_error = max(largest_error, error)
             problem = problem or layer_problem
         if any_rank(problem != ""):
-            problem = f"the fused kernels fail: {problem or 'on another rank'}"
+            problem = f"the kernels fail: {problem or 'on another rank'}"
             if config.attention_impl == "triton":
                 raise UserError(f"attention_impl = 'triton': {problem}; 'auto' takes another path")
             print(f"{problem}; attention_impl = 'blocked' takes their place", file=sys.stderr)
-            for layer in fused:
+            for layer in layers:
                 layer.impl = "blocked"
             facts = {"attention_path": "blocked", "problem": problem}
             line = "attention path: blocked"
@@ -122,11 +125,11 @@ def relative_errors(
             is_start[0, [keys // 7, keys // 7 + 1, keys // 2]] = True
             positions = positions_in_documents(is_start)[:, keys - queries :]
             context = replace(context, document_positions=positions)
-        fused = evaluate(layer, tensors, context)
+        computed = evaluate(layer, tensors, context)
         layer.impl = "reference"
         exact = evaluate(layer, [x.float() for x in tensors], context)
         layer.impl = impl
-        for name, value in fused.items():
+        for name, value in computed.items():
             # of gradients that are nearly 0, as of sharp weights, relative to the output's gradient
             size = max(exact[name].norm(), 1e-3 * tensors[3].float().norm())
             error = (value.float() - exact[name]).norm() / size

@@ -10,8 +10,12 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention_paths import varlen
+from attention_paths.module import Attention
 from attention_paths.reference import NO_CONTEXT, Context
+from layers.build import build_model
 from layers.documents import positions_in_documents
+from layers.selfcheck import check_kernels
+from tests.helpers import small_config
 from tests.test_attention import (
     SDPA_CASES,
     assert_all_near,
@@ -137,3 +141,29 @@ def test_the_path_of_softmax_on_a_gpu(monkeypatch):
     assert path("--window=100", "--n_embd=36") == "sdpa"
     capability = (7, 5)
     assert path("--window=100") == "sdpa"
+
+
+@pytest.mark.parametrize("wider, path", [(0, "varlen"), (1, "blocked")])
+@pytest.mark.parametrize("case", ["softmax.py --window=8", "ssmax.py --window=8 --document_mask"])
+def test_the_self_check_compares_it_with_the_reference(case, wider, path, monkeypatch, capsys):
+    """A window that is one key wider is noticed."""
+
+    def by_varlen(layer, q, Lk, context):
+        return "varlen" if layer.impl == "auto" and q.shape[2] == Lk else "reference"
+
+    def attn(*tensors, window_size, **options):
+        left, right = window_size
+        return documented_varlen_attn(*tensors, window_size=(left + wider, right), **options)
+
+    monkeypatch.setattr(varlen, "SHORTEST_MEAN", 4)
+    monkeypatch.setattr(Attention, "path", by_varlen)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", attn)
+    config = small_config(case)
+    model = build_model(config)
+    facts = check_kernels(model, config, torch.float32, say=print)
+    assert facts["attention_path"] == path
+    impls = {module.impl for module in model.modules() if isinstance(module, Attention)}
+    assert impls == {"blocked" if wider else "auto"}
+    printed = capsys.readouterr()
+    assert ("the kernels fail: output with" in printed.err) == bool(wider)
+    assert ("its kernels within" in printed.out) == (not wider)
