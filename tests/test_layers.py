@@ -10,8 +10,8 @@ from tests.runs import ROOT
 # it. A module may import what is in earlier lines, and the other modules of its package.
 LAYERS = (
     ("errors",),
-    ("data.vocabulary", "runtime.hf_config"),
-    ("config", "runtime.files", "runtime.source"),
+    ("data.vocabulary", "runtime.files", "runtime.hf_config"),
+    ("config", "runtime.source"),
     ("runtime.device", "runtime.distributed", "runtime.run_folder"),
     ("data", "attention"),
     ("attention_paths.kernels",),
