@@ -20,8 +20,7 @@ that a model learns a task within minutes on a CPU.
 
 import hashlib
 import math
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -60,18 +59,45 @@ class Drawn(NamedTuple):
     sources: Ints  # of the positions that determine the answers
 
 
-def lookup(rng: np.random.Generator, length: int, pairs: int, times: int, back: int) -> Drawn:
-    """Assign keys `times` each, key and value in one token; ask for the last value but `back`."""
+class Assigned(NamedTuple):
+    """How a task assigns values to its keys, and which value of a key it asks for."""
+
+    values: int  # how many different values there are
+    times: int = 1  # how often each key is assigned a value
+    back: int = 0  # 0 asks for the last value of a key, 1 for the last but one
+
+
+# Of each value of the setting `recall` but sort, which has no keys.
+ASSIGNED = {
+    "lookup": Assigned(VALUES),
+    "mqar": Assigned(MQAR_VALUES),
+    "latest": Assigned(VALUES, TIMES),
+    "latest_2": Assigned(VALUES, TIMES, back=1),
+}
+
+
+def draw(task: str, split: int, index: int, length: int, pairs: int = PAIRS) -> Drawn:
+    """A sequence of a split, a pure function of these arguments."""
+    rng = sequence_rng(split, index)
+    if task == "sort":
+        return sort(rng, length)
+    if task == "mqar":
+        return mqar(rng, length, pairs)
+    return lookup(rng, length, pairs, ASSIGNED[task])
+
+
+def lookup(rng: np.random.Generator, length: int, pairs: int, task: Assigned) -> Drawn:
+    """Assign values to keys, key and value in one token, and ask for a value of each at the end."""
     keys = rng.permutation(KEYS)[:pairs]
     first_query = length - pairs
     tokens = rng.integers(QUERIES + KEYS, RECALL_IDS, length)
-    assigned = rng.permutation(keys.repeat(times))
+    assigned = rng.permutation(keys.repeat(task.times))
     values = rng.integers(VALUES, size=len(assigned))
     places = np.sort(rng.choice(first_query, len(assigned), replace=False))
     tokens[places] = assigned * VALUES + values
     asked = rng.permutation(keys)
     tokens[first_query:] = QUERIES + asked
-    source = [np.flatnonzero(assigned == key)[-1 - back] for key in asked]
+    source = [np.flatnonzero(assigned == key)[-1 - task.back] for key in asked]
     return Drawn(
         tokens,
         places=np.arange(first_query, length),
@@ -92,7 +118,7 @@ def mqar(rng: np.random.Generator, length: int, pairs: int) -> Drawn:
     return Drawn(tokens, places[order], answers=values[order], sources=2 * order + 1)
 
 
-def sort(rng: np.random.Generator, length: int, pairs: int) -> Drawn:
+def sort(rng: np.random.Generator, length: int) -> Drawn:
     """Symbols, a separator and the symbols in order; of an odd length the last is cut off."""
     count = (length + 1) // 2
     symbols = rng.integers(SYMBOLS, size=count)
@@ -100,21 +126,6 @@ def sort(rng: np.random.Generator, length: int, pairs: int) -> Drawn:
     answers = symbols[sources]
     tokens = np.concatenate([symbols, [SYMBOLS], answers[:-1]])
     return Drawn(tokens, np.arange(count, length), answers, sources)
-
-
-# One entry for each value of the setting `recall`.
-TASKS: dict[str, Callable[[np.random.Generator, int, int], Drawn]] = {
-    "lookup": partial(lookup, times=1, back=0),
-    "mqar": mqar,
-    "latest": partial(lookup, times=TIMES, back=0),
-    "latest_2": partial(lookup, times=TIMES, back=1),
-    "sort": sort,
-}
-
-
-def draw(task: str, split: int, index: int, length: int, pairs: int = PAIRS) -> Drawn:
-    """A sequence of a split, a pure function of these arguments."""
-    return TASKS[task](sequence_rng(split, index), length, pairs)
 
 
 def targets(drawn: Drawn) -> Ints:
@@ -189,22 +200,6 @@ def hash_sequences(task: str) -> str:
 
 
 # ---- what is right by chance ----
-
-
-class Assigned(NamedTuple):
-    """How a task assigns values to its keys, and which value of a key it asks for."""
-
-    values: int  # how many different values there are
-    times: int = 1  # how often each key is assigned a value
-    back: int = 0  # 0 asks for the last value of a key, 1 for the last but one
-
-
-ASSIGNED = {
-    "lookup": Assigned(VALUES),
-    "mqar": Assigned(MQAR_VALUES),
-    "latest": Assigned(VALUES, TIMES),
-    "latest_2": Assigned(VALUES, TIMES, back=1),
-}
 
 
 def chance(task: str, length: int, pairs: int = PAIRS) -> float:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # importing torch takes seconds, and reading a log needs none
     import torch
 
     from data.loader import Documents, Loader
-    from model import SelfAttention
     from runtime.checkpoint import Training
 
 # Repeated tokens are worth less after about four epochs (Muennighoff et al. 2023, "Scaling
@@ -241,7 +240,10 @@ def describe(
         f"{config.batch_size} x {config.block_size}), {flops:.1e} FLOP to do, step "
         f"{training.step} of {config.max_iters}",
     ]
-    by_layer = [windows_of(layer) for layer in training.model.attention_layers()]
+    by_layer = []
+    for layer in training.model.attention_layers():
+        windows = [str(attention.window or "all") for attention in layer.attentions()]
+        by_layer.append(" and ".join(windows))  # of a hybrid "all and 256"
     if len(set(by_layer)) > 1:
         lines.append(f"windows by layer: {', '.join(by_layer)}")
     if loader is not None and config.align_documents:
@@ -281,11 +283,6 @@ def faster_dtype(config: Config, device: "torch.device") -> list[str]:
         "--dtype=bfloat16 would be faster: this CPU multiplies matrices of this width "
         f"{speedup:.1f} times as fast in bfloat16 as in float32"
     ]
-
-
-def windows_of(layer: "SelfAttention") -> str:
-    """Return the windows of a layer's heads: "256", "all" without one, "all and 256" of both."""
-    return " and ".join(str(attention.window or "all") for attention in layer.attentions())
 
 
 def describe_documents(documents: "Documents") -> list[str]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from config import Config, did_you_mean_run, saved_config
+from config import Config, did_you_mean_run, find_data, saved_settings
 from errors import UserError
 from runtime.files import convert, read_json
 from runtime.nanogpt import as_ours, is_nanogpts, read_pt
@@ -72,4 +72,9 @@ def read_config(run: str | Path) -> Config:
         values = read_json(path, Settings)
     if values is None:
         raise UserError(no_checkpoint(run))
-    return saved_config(values, path).replace(out_dir=str(folder_of(run)))  # it may have moved
+    try:
+        config = Config(**saved_settings(values, path))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    # the run, or the folder in which it was trained, may have moved
+    return config.replace(out_dir=str(folder_of(run)), data_dir=find_data(config.data_dir))

@@ -24,6 +24,7 @@ import multiprocessing
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -66,7 +67,7 @@ UNFUSED = ("--attention_impl=reference", "--compile=False")
 PLAIN = "plain"  # stands where a config file does: PlainGPT
 
 Say = Callable[[str], None]
-Step = Callable[[], None]
+Step = Callable[[], object]
 Loss = Callable[[Tensor, Tensor], Tensor]  # of inputs and targets
 
 
@@ -183,7 +184,7 @@ def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> di
     figures: dict[str, dict] = {name: {"attention_path": None} for name in models}
     context = multiprocessing.get_context("spawn")
     workers: dict[tuple[str, str], ProcessPoolExecutor] = {}
-    measured: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    measured = defaultdict(list)
     with contextlib.ExitStack() as stack:
         for name, config in models.items():
             for phase in phases:
@@ -193,7 +194,6 @@ def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> di
                     print(f"{name}, {phase}: {line}", flush=True)
                     figures[name]["attention_path"] = line.removeprefix("attention path: ")
                 workers[name, phase] = worker
-                measured[name, phase] = []
         for _ in tqdm(range(rounds), desc="rounds"):
             for key, worker in workers.items():
                 measured[key].append(worker.submit(timed_step).result())
@@ -286,26 +286,33 @@ def build_step(config: Config, phase: str, device: torch.device, plain: bool, sa
     x, y = torch.randint(config.n_vocab, shape, device=device)
     if config.document_mask:
         x[draw_starts(config, device)] = config.end_of_text
-    compiles = pick_compile(config.compile, device)
-    if plain:
-        plain_model = PlainGPT(config).to(device)
-        loss_fn = torch.compile(plain_model) if compiles else plain_model
-        return training_step(plain_model, loss_fn, config, x, y)
-
-    model = build_model(config).to(device)
-    check_kernels(model, config, pick_dtype(config.dtype, device), say=say)
+    dtype = pick_dtype(config.dtype, device)
+    model: Any = PlainGPT(config) if plain else build_model(config)
+    model.to(device)
+    if not plain:
+        check_kernels(model, config, dtype, say=say)
     if phase == "decode":  # generation is not compiled
         model.document_start = None  # the cache is one document
         return decoding_step(model.eval(), config, x)
-    if compiles:
-        compile_model(model, TASKS[config.task].varied_lengths)
+    if pick_compile(config.compile, device):
+        if plain:
+            model.compile()
+        else:
+            compile_model(model, TASKS[config.task].varied_lengths)
+    loss_fn: Loss = model
+    if phase == "eval":
+        loss_fn = model.eval().token_losses
     unfused = config.attention_impl == "reference" and config.compile is False
-    if phase == "train":
-        loss_fn = partial(loss_of_all_logits, model) if unfused else model
-        return training_step(model, loss_fn, config, x, y)
-    model.eval()
-    losses_fn = partial(loss_of_all_logits, model) if unfused else model.token_losses
-    return evaluation_step(losses_fn, config, x, y)
+    if unfused and not plain:
+        loss_fn = partial(loss_of_all_logits, model)
+
+    def forward() -> Tensor:
+        with autocast(device, dtype):
+            return loss_fn(x, y)
+
+    if phase == "eval":
+        return torch.no_grad()(forward)
+    return training_step(model, config, forward)
 
 
 def draw_starts(config: Config, device: torch.device) -> Tensor:
@@ -317,31 +324,16 @@ def loss_of_all_logits(model: GPT, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-def training_step(model: Any, loss_fn: Loss, config: Config, x: Tensor, y: Tensor) -> Step:
-    """Build a step that updates the weights of a model: GPT or PlainGPT."""
-    dtype = pick_dtype(config.dtype, x.device)
+def training_step(model: Any, config: Config, forward: Callable[[], Tensor]) -> Step:
+    """Build a step that updates the weights of a model, by the gradients of its loss."""
     optimizers = build_optimizers(model, config)
 
     def step() -> None:
-        with autocast(x.device, dtype):
-            loss = loss_fn(x, y)
-        loss.backward()
+        forward().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def evaluation_step(losses_fn: Loss, config: Config, x: Tensor, y: Tensor) -> Step:
-    """Build a step that computes the losses of all tokens."""
-    dtype = pick_dtype(config.dtype, x.device)
-
-    @torch.no_grad()
-    def step() -> None:
-        with autocast(x.device, dtype):
-            losses_fn(x, y)
 
     return step
 

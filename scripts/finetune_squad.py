@@ -245,10 +245,8 @@ def encode(tokenizer: Tokenizer, question: Question) -> Example:
 
 
 def hash_of(examples: list[Example]) -> str:
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(example.tokens.tobytes())
-    return digest.hexdigest()
+    tokens = np.concatenate([example.tokens for example in examples])
+    return hashlib.sha256(tokens.tobytes()).hexdigest()
 
 
 def examples_of_batch(

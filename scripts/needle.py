@@ -238,15 +238,13 @@ def top_heads(scores: Tensor) -> list[dict]:
 
 def draw_run(options: NeedleOptions, path: str | Path, measurement: dict) -> Figure:
     """Fig. 6: the share of needles found at each length and depth."""
-    lengths = []
-    shares: dict[str, list[float]] = {f"{depth:.0%}": [] for depth in DEPTHS}
-    for length in accuracies(measurement):
-        lengths.append(f"{length:,}")
-        by_depth = measurement["parts"][str(length)]["accuracy_by_depth"]
-        for row, share in zip(shares.values(), by_depth, strict=True):
-            row.append(share)
+    lengths = [*accuracies(measurement)]
+    parts = [measurement["parts"][str(length)] for length in lengths]
+    shares = {}
+    for i, depth in enumerate(DEPTHS):
+        shares[f"{depth:.0%}"] = [part["accuracy_by_depth"][i] for part in parts]
     title = f"{measurement['variant']}, {title_of([measurement])}"
-    return heat_map(title, shares, lengths, "needles found (%)")
+    return heat_map(title, shares, [f"{length:,}" for length in lengths], "needles found (%)")
 
 
 def show(options: NeedleOptions, results: Results) -> dict[str, Figure]:
@@ -269,16 +267,13 @@ def show(options: NeedleOptions, results: Results) -> dict[str, Figure]:
 
 def curves_by_grade(name: str, trials: list[dict]) -> list[Curve]:
     """The top scores of trials by their rank, a curve for each grade that an answer has."""
-    ranks: dict[str, list[int]] = {grade: [] for grade in GRADES}
-    scores: dict[str, list[float]] = {grade: [] for grade in GRADES}
     ranked = sorted(trials, key=lambda trial: -trial["top_score"])
-    for rank, trial in enumerate(ranked, 1):
-        ranks[trial["grade"]].append(rank)
-        scores[trial["grade"]].append(trial["top_score"])
     curves = []
     for grade in GRADES:
-        if ranks[grade]:
-            curves.append(Curve(f"{name}, {grade}", ranks[grade], scores[grade]))
+        ranks = [rank for rank, trial in enumerate(ranked, 1) if trial["grade"] == grade]
+        if ranks:
+            scores = [ranked[rank - 1]["top_score"] for rank in ranks]
+            curves.append(Curve(f"{name}, {grade}", ranks, scores))
     return curves
 
 

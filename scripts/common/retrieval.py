@@ -55,13 +55,10 @@ def check_prompts(config: Config, lengths: Sequence[int], shortest: int) -> None
 
 def print_accuracies(measurement: dict, hidden: str) -> None:
     """Print which share was found at each length of what was hidden, "needles"."""
-    lengths = ["length"]
-    shares = ["found"]
-    for length, share in accuracies(measurement).items():
-        lengths.append(str(length))
-        shares.append(f"{share:.1f}")
+    found = accuracies(measurement)
+    shares = [f"{share:.1f}" for share in found.values()]
     print(f"\n{measurement['variant']}: {hidden} found (%), {title_of([measurement])}")
-    print_table([lengths, shares])
+    print_table([["length", *map(str, found)], ["found", *shares]])
 
 
 def answered(
