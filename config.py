@@ -357,6 +357,11 @@ class Config:
         return self.n_embd // self.n_head if self.head_size is None else self.head_size
 
     @property
+    def longest(self) -> int | None:
+        """The most tokens that the model can read; None: any number."""
+        return self.block_size if self.positions == "learned" else None
+
+    @property
     def kv_heads(self) -> int:
         """The number of heads of keys and values."""
         return self.n_head if self.n_kv_head is None else self.n_kv_head

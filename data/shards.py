@@ -257,7 +257,9 @@ def hash_hashes(hashes: list[str]) -> str:
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def check_ids(source: str | Path, tokens: Tokens, vocab_size: int, start: int = 0) -> None:
+def check_ids(
+    source: str | Path, tokens: NDArray[np.integer], vocab_size: int, start: int = 0
+) -> None:
     """Raise UserError unless all tokens [n], the first of them token `start` of `source`, are below
     `vocab_size`."""
     if tokens.max() >= vocab_size:

@@ -80,6 +80,7 @@ from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import head_windows, layer_attention_weights
 from scripts.common.command_line import option
+from scripts.common.hf_models import AnyRun
 from scripts.common.papers import LSSAR
 from scripts.common.plots import Curve, draw_curves, panels
 from scripts.common.runner import (
@@ -134,7 +135,7 @@ class MapOptions(LengthOptions, TextOptions):
         """The number of the layer, from 0."""
         return self.layer % config.n_layer
 
-    def validation(self, config: Config) -> NDArray[np.uint16]:
+    def validation(self, config: Config) -> NDArray[np.integer]:
         """The validation text that is cut into windows of all lengths."""
         lengths = self.lengths_of(config)
         if self.distances:
@@ -454,7 +455,7 @@ def show_distances(results: Results) -> Figure:
     )
 
 
-def draw_run(options: MapOptions, path: str | Path, measurement: dict) -> Figure | None:
+def draw_run(options: MapOptions, path: AnyRun, measurement: dict) -> Figure | None:
     if not options.text:
         return None
     run = load_run(path, options)

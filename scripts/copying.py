@@ -132,7 +132,7 @@ def control(options: CopyingOptions, config: Config) -> CopyingOptions | None:
 
 
 def copies(
-    tokens: NDArray[np.uint16], count: int, lag: int, size: int
+    tokens: NDArray[np.integer], count: int, lag: int, size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Windows [count, lag + size] whose last `size` tokens are their first, and the same windows
     with another passage as their first tokens."""

@@ -387,6 +387,7 @@ EVAL_LENGTH = Evaluation(
     align=align,
     control=control,
     summarise=summarise,
+    takes_models=True,
 )
 main = as_command(EVAL_LENGTH)
 

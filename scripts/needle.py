@@ -43,6 +43,7 @@ from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
 from evaluation import layer_attention_weights
 from scripts.common.command_line import option
+from scripts.common.hf_models import AnyRun
 from scripts.common.labels import title_of
 from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.retrieval import (
@@ -236,7 +237,7 @@ def top_heads(scores: Tensor) -> list[dict]:
 # ---- the pictures ----
 
 
-def draw_run(options: NeedleOptions, path: str | Path, measurement: dict) -> Figure:
+def draw_run(options: NeedleOptions, path: AnyRun, measurement: dict) -> Figure:
     """Fig. 6: the share of needles found at each length and depth."""
     lengths = [*accuracies(measurement)]
     parts = [measurement["parts"][str(length)] for length in lengths]

@@ -42,6 +42,7 @@ def test_every_option_comes_from_the_command_line():
         per_position=True,
         whole_documents=True,
         no_control=True,
+        text=("a.txt", "b.txt"),
         rope="yarn",
         rope_factor=2.5,
         rope_theta=500000.0,
@@ -61,6 +62,8 @@ def test_every_option_comes_from_the_command_line():
         assert value != field.default, field.name
         if value is True:
             argv.append(f"--{field.name}")
+        elif field.name == "text":
+            argv += ["--text", *value]
         elif isinstance(value, tuple):  # in any order: lengths are sorted
             argv.append(f"--{field.name}={','.join(map(str, reversed(value)))}")
         else:

@@ -41,6 +41,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(re.sub(r"^argument (\S+):", r"\1", message))
 
 
+class StoreTuple(argparse.Action):
+    """Stores the values of an option that takes several."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, tuple(values))
+
+
 def picture_file(text: str) -> Path:
     """The file of --out."""
     path = Path(text)
@@ -105,5 +112,7 @@ def argument_of(option: Field, hint: Any) -> dict[str, Any]:
     if typing.get_origin(kind) is list:  # of texts, each after its own --OPTION
         return settings | {"action": "append"}
     if typing.get_origin(kind) is tuple:
+        if str in typing.get_args(kind):
+            return settings | {"nargs": "+", "metavar": "FILE", "action": StoreTuple}
         kind = lengths_of
     return settings | {"type": kind, "choices": option.metadata["choices"]}

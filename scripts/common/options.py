@@ -12,6 +12,9 @@ from layers.rope import Rope
 from runtime.device import pick_device, pick_dtype
 from scripts.common.command_line import option
 
+# The RoPE scaling of a run, where the options name none.
+DEFAULT_ROPE = "dynamic_ntk"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -20,7 +23,11 @@ class Options:
     task: ClassVar[str] = "language"  # only runs of this task can be opened
 
     checkpoint: str = option("latest", "of the run", choices=("latest", "best"))
-    rope: str = option("dynamic_ntk", f"RoPE scaling: {', '.join(Rope.SCALINGS)}")
+    rope: str | None = option(
+        None,
+        f"RoPE scaling: {', '.join(Rope.SCALINGS)} (default: {DEFAULT_ROPE}; of hf: models their "
+        "own)",
+    )
     rope_factor: float | None = option(None, "of the scaling: see layers.rope.Rope")
     rope_theta: float | None = option(None, "another base (SSMax: 500000)")
     log_base: float | None = option(None, "scores grow by log_a(a + n), n keys in view: a (SWAN)")
@@ -69,10 +76,11 @@ class Options:
         run without RoPE, and for an unknown scaling or an invalid factor or base.
         """
         theta = {} if self.rope_theta is None else {"theta": self.rope_theta}
-        Rope(2, 1, scaling=self.rope, factor=self.rope_factor, **theta)
+        scaling = self.rope or DEFAULT_ROPE
+        Rope(2, 1, scaling=scaling, factor=self.rope_factor, **theta)
         if config.positions == "rope":
-            return self.rope
-        if self.rope_factor or self.rope_theta or self.rope not in ("none", Options.rope):
+            return scaling
+        if self.rope_factor or self.rope_theta or scaling not in ("none", DEFAULT_ROPE):
             raise UserError(
                 f"--rope: {config.out_dir} has positions = {config.positions!r}: no RoPE"
             )

@@ -62,10 +62,10 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from filelock import FileLock
@@ -73,7 +73,6 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from config import Config
-from data.shards import hash_shards
 from errors import UserError, command
 from evaluation import check_windows
 from layers.build import build_model
@@ -84,8 +83,18 @@ from model import GPT
 from runtime import checkpoint, run_folder
 from runtime.device import autocast, environment, pick_device, pick_dtype
 from runtime.files import check_writable, is_writable, read_json, write_json
+from runtime.hf_config import PRETRAINED
 from runtime.source import definition_of, differs, source_hash
 from scripts.common.command_line import parse
+from scripts.common.hf_loading import load_model, scaled_config
+from scripts.common.hf_models import (
+    AnyRun,
+    ModelConfig,
+    folder_of,
+    hash_text,
+    read_config,
+    read_model,
+)
 from scripts.common.labels import common_folder, picture_path, run_names
 from scripts.common.options import EvaluationOptions, Options
 from scripts.common.plots import save_picture
@@ -96,6 +105,8 @@ BATCH_TOKENS = 16384
 NO_CODE = ("config", "errors", "runtime", "attention")
 # What identifies the measurement of an evaluation that reads no validation text.
 NO_TEXT = {"data_dir": None, "val_sha256": None}
+# Options that are about this repository's attention and checkpoints.
+OF_RUNS = ("checkpoint", "attention", "p", "log_base", "attention_impl")
 
 T = TypeVar("T")
 OptionsType = TypeVar("OptionsType", bound=EvaluationOptions)
@@ -120,8 +131,8 @@ class Run:
         return autocast(self.device, self.dtype)
 
 
-def load_run(path: str | Path, options: Options | None = None) -> Run:
-    """Load a run, or the .pt file of a checkpoint, for evaluation.
+def load_run(path: AnyRun, options: Options | None = None) -> Run:
+    """Load a run, or the .pt file of a checkpoint, or a model of transformers, for evaluation.
 
     Raises UserError where the run or the device is missing.
     """
@@ -129,6 +140,8 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
     device = pick_device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if isinstance(path, ModelConfig):
+        return open_pretrained(path, options, device)
     trained = run_folder.read_config(path)
     config = options.applied(trained)
     model = open_model(config, options.window).to(device).eval()
@@ -145,6 +158,20 @@ def load_run(path: str | Path, options: Options | None = None) -> Run:
     if edited:
         print(f"warning: {path} was trained with {edited}", file=sys.stderr)
     return Run(folder, config, model, device, options.torch_dtype, facts)
+
+
+def open_pretrained(config: ModelConfig, options: Options, device: torch.device) -> Run:
+    """Load a model of transformers for evaluations of text."""
+    with autocast(device, options.torch_dtype):
+        model = load_model(config, options, device)
+    return Run(
+        folder_of(config),
+        options.applied(config),
+        cast(GPT, model),  # evaluations of text call nothing else
+        device,
+        options.torch_dtype,
+        model_facts(config, options),
+    )
 
 
 def open_model(config: Config, limit: int | None) -> GPT:
@@ -199,6 +226,21 @@ def run_facts(
     }
 
 
+def model_facts(config: ModelConfig, options: Options) -> dict:
+    """What every measurement records about its model of transformers and how that was opened."""
+    return {
+        "variant": config.label,
+        "seed": None,
+        "sha256": config.sha256,
+        "rope": None if options.rope == "none" else options.rope,  # None: the model's own
+        "rope_factor": options.rope_factor,
+        "rope_theta": options.rope_theta,
+        "window": options.window,
+        "p": None,
+        "dtype": str(options.torch_dtype).removeprefix("torch."),
+    }
+
+
 def batches(items: Iterable[T], length: int) -> Iterator[list[T]]:
     """Items of one length in batches of up to BATCH_TOKENS tokens, drawn lazily."""
     remaining = iter(tqdm(items, leave=False, disable=None))
@@ -241,9 +283,11 @@ class Evaluation(Generic[OptionsType]):
     control: Callable[[OptionsType, Config], OptionsType | None] = lambda options, config: None
     # Values that a measurement has besides its chunks, computed from them.
     summarise: Callable[[dict[str, dict]], dict] = lambda chunks: {}
+    # Whether it also measures models of transformers: as config a ModelConfig, as model a CausalLM.
+    takes_models: bool = False
     # A picture of one run's measurement, for RUN/NAME.png.
-    draw_run: Callable[[OptionsType, str | Path, dict], Figure | None] = (
-        lambda options, path, result: None
+    draw_run: Callable[[OptionsType, AnyRun, dict], Figure | None] = lambda options, path, result: (
+        None
     )
 
 
@@ -263,7 +307,7 @@ def identity(evaluation: Evaluation, options: EvaluationOptions, config: Config)
     facts = {"tokenizer": config.tokenizer_id}
     evaluation_facts = evaluation.identify(options, config)
     if options.task == "language" and "val_sha256" not in evaluation_facts:
-        facts |= {"data_dir": config.data_dir, "val_sha256": hash_shards(config.data_dir, "val")}
+        facts |= {"data_dir": config.data_dir, "val_sha256": hash_text(config)}
     return facts | evaluation_facts
 
 
@@ -286,7 +330,7 @@ def code_hash(evaluation: Evaluation) -> str:
 def measured(
     evaluation: Evaluation[OptionsType],
     options: OptionsType,
-    path: str | Path,
+    path: AnyRun,
     file: Path | None = None,
 ) -> dict:
     """A run's measurement, as `stored` returns it, after measuring what is missing.
@@ -294,12 +338,13 @@ def measured(
     `file` is its results file, if that is not in its folder.
     """
     file = file or results_file(evaluation, path)
-    # a run in training saves newer checkpoints: its control is measured with the same one
-    path = checkpoint.find(path, options.checkpoint).path
+    if not isinstance(path, ModelConfig):
+        # a run in training saves newer checkpoints: its control is measured with the same one
+        path = checkpoint.find(path, options.checkpoint).path
     result = None if options.again else stored(evaluation, options, path, file)
     if result is None:
         measure_missing(evaluation, options, load_run(path, options), file)
-        control = evaluation.control(options, run_folder.read_config(path))
+        control = evaluation.control(options, read_config(path))
         if control is not None:
             measured(evaluation, control, path, file)
         result = stored(evaluation, options, path, file)
@@ -307,7 +352,7 @@ def measured(
     now = code_hash(evaluation)
     before = result.get("code", {})
     if any(differs(before.get(name), now) for name in result["parts"]):
-        print(f"{path}: measured with other code; --again repeats it")
+        print(f"{folder_of(path)}: measured with other code; --again repeats it")
     return result
 
 
@@ -334,17 +379,20 @@ def measure_missing(
 def stored(
     evaluation: Evaluation[OptionsType],
     options: OptionsType,
-    path: str | Path,
+    path: AnyRun,
     file: Path | None = None,
 ) -> dict | None:
     """A run's stored measurement, reduced to the requested chunks; None if it is incomplete.
 
     The measurement of its control, if there is one, is the entry `control`.
     """
-    trained = run_folder.read_config(path)
+    trained = read_config(path)
     config = options.applied(trained)
-    weights = checkpoint.find(path, options.checkpoint, quiet=True)
-    facts = run_facts(trained, weights, options, window_of(config, options.window))
+    if isinstance(path, ModelConfig):
+        facts = model_facts(path, options)
+    else:
+        weights = checkpoint.find(path, options.checkpoint, quiet=True)
+        facts = run_facts(trained, weights, options, window_of(config, options.window))
     facts |= identity(evaluation, options, config)
     file = file or results_file(evaluation, path)
     result = find_measurement(read_measurements(file), facts)
@@ -354,7 +402,7 @@ def stored(
         if name not in known:
             return None
         parts[name] = known[name]
-    result |= {"parts": parts} | evaluation.summarise(parts)
+    result |= {"parts": parts, "trained_length": trained.block_size} | evaluation.summarise(parts)
     control = evaluation.control(options, trained)
     if control is None:
         return result
@@ -365,9 +413,9 @@ def stored(
 # ---- results files: RUN/NAME.json, a list of measurements ----
 
 
-def results_file(evaluation: Evaluation, path: str | Path, out: Path | None = None) -> Path:
+def results_file(evaluation: Evaluation, path: AnyRun, out: Path | None = None) -> Path:
     """The results file of a run: in its folder or, if that is read-only, beside the picture."""
-    folder = run_folder.folder_of(path)
+    folder = folder_of(path)
     if out is None or is_writable(folder):
         return folder / f"{evaluation.name}.json"
     return out.with_suffix(".json")
@@ -451,28 +499,64 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
     @command
     def main() -> None:
         options, arguments = parse(evaluation.options)
-        runs = arguments.runs
-        options = evaluation.align(options, [run_folder.read_config(path) for path in runs])
-        check_runs(evaluation, options, runs, arguments.out)
+        runs = paths = names = arguments.runs
+        if any(name.startswith(PRETRAINED) for name in names):
+            options, runs = read_models(evaluation, options, names)
+            paths = [folder_of(run) for run in runs]
+        else:
+            names = run_names(paths)
+        options = evaluation.align(options, [read_config(run) for run in runs])
+        check_runs(evaluation, options, runs, paths, arguments.out)
         results = {}
-        for name, path in zip(run_names(runs), runs, strict=True):
+        for name, path in zip(names, runs, strict=True):
             file = results_file(evaluation, path, arguments.out)
             own_file = results_file(evaluation, path)
             if file != own_file:  # of a read-only run
                 copy_measurements(own_file, file)
             results[name] = measured(evaluation, options, path, file)
         pictures = evaluation.show(options, results)
-        for (name, measurement), path in zip(results.items(), runs, strict=True):
-            figure = evaluation.draw_run(options, path, measurement)
+        for name, run, path in zip(names, runs, paths, strict=True):
+            figure = evaluation.draw_run(options, run, results[name])
             if figure is not None:
                 picture = picture_path([path], evaluation.name)
                 if not is_writable(picture.parent):
                     words = f"{evaluation.name} {name}".replace("/", " ").split()
                     picture = arguments.out.with_stem("_".join([arguments.out.stem, *words]))
                 save_picture(figure, picture)
-        save_pictures(pictures, runs, arguments.out)
+        save_pictures(pictures, paths, arguments.out)
 
     return main
+
+
+def read_models(
+    evaluation: Evaluation[OptionsType], options: OptionsType, names: Sequence[str]
+) -> tuple[OptionsType, list[ModelConfig]]:
+    """The models of transformers of a command line, and the options with which they are measured.
+
+    --window becomes what evaluations call the training length. Raises UserError for runs among
+    them, and for what cannot be measured of such a model.
+    """
+    if not evaluation.takes_models:
+        raise UserError(
+            f"{evaluation.name} measures runs of this repository; eval_length, copying and "
+            "attention_maps measure models of transformers too"
+        )
+    for name in names:
+        if not name.startswith(PRETRAINED):
+            raise UserError(f"{name} is a run, and {PRETRAINED} models take a command of their own")
+    for option in OF_RUNS:
+        if getattr(options, option) != getattr(Options, option):
+            raise UserError(f"--{option} is for runs of this repository, not for {names[0]}")
+    require("eval", "transformers")
+    trained_length = options.window
+    options = replace(options, window=None, rope=options.rope or "none")
+    models = []
+    for name in names:
+        model = read_model(name, trained_length)
+        scaled_config(model, options)
+        has_control = evaluation.control(options, model) is not None
+        models.append(replace(model, has_control=has_control))
+    return options, models
 
 
 def save_pictures(
@@ -497,18 +581,23 @@ def save_pictures(
 def check_runs(
     evaluation: Evaluation[OptionsType],
     options: OptionsType,
+    runs: Sequence[AnyRun],
     paths: Sequence[str | Path],
     out: Path | None,
 ) -> None:
-    """Raise UserError, before any work, where a run cannot be measured or its results saved."""
+    """Raise UserError, before any work, where a run cannot be measured or its results saved.
+
+    `paths` are where pictures of the runs go.
+    """
     pick_dtype(options.dtype, pick_device(options.device))
     hint = "; --out FILE.png puts the picture and the measurements elsewhere"
-    for path in paths:
-        checkpoint.find(path, options.checkpoint, quiet=True)  # load_run reports damaged ones
-        file = results_file(evaluation, path, out)
+    for run in runs:
+        if not isinstance(run, ModelConfig):
+            checkpoint.find(run, options.checkpoint, quiet=True)  # load_run reports damaged ones
+        file = results_file(evaluation, run, out)
         read_measurements(file)
         check_writable(file.parent, hint)
     if out is None:
         check_writable(common_folder(paths), hint)
-    for path in paths:
-        check(evaluation, options, run_folder.read_config(path))
+    for run in runs:
+        check(evaluation, options, read_config(run))

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from config import Config, find_data
 from data.loader import Batches, copy_to, inputs_and_targets, validation_tokens
 from data.shards import check_tokenizer
-from data.tokenizer import get_tokenizer
 from errors import UserError
 from scripts.common.command_line import option
+from scripts.common.hf_models import ModelConfig, tokens_of
 from scripts.common.options import EvaluationOptions
 from scripts.common.runner import batches
 
@@ -45,8 +45,19 @@ class TextOptions(EvaluationOptions):
 
     data_dir: str | None = option(None, "shards to use instead of the run's own")
 
+    def text_files(self) -> tuple[str, ...]:
+        """The files that a model of transformers is measured on."""
+        return ()
+
     def applied(self, config: Config) -> Config:
         config = super().applied(config)
+        if isinstance(config, ModelConfig):
+            return config.with_text(self.text_files(), self.data_dir)
+        if self.text_files():
+            raise UserError(
+                f"{config.out_dir} is measured on shards: `python -m data.text FILES` makes them, "
+                "for --data_dir; text files are for models of transformers"
+            )
         return config.replace(data_dir=find_data(self.data_dir or config.data_dir))
 
 
@@ -55,6 +66,10 @@ class ControlOptions(TextOptions):
     """Options of an evaluation that measures every run beside its `sliding_window`."""
 
     no_control: bool = option(False, "without the window of the training length beside each run")
+    text: tuple[str, ...] | None = option(None, "files to measure hf: models on")
+
+    def text_files(self) -> tuple[str, ...]:
+        return self.text or ()
 
 
 def sliding_window(
@@ -85,8 +100,7 @@ def default_lengths(configs: Sequence[Config], multiples: Sequence[float]) -> tu
     lengths = set()
     for config in configs:
         lengths |= {int(multiple * config.block_size) for multiple in multiples}
-        if config.positions == "learned":
-            longest = min(longest, config.block_size)
+        longest = min(longest, config.longest or math.inf)
     return tuple(sorted(length for length in lengths if length <= longest))
 
 
@@ -101,11 +115,11 @@ def accuracies(measurement: dict) -> dict[int, float]:
 
 def check_lengths(config: Config, lengths: Iterable[int]) -> None:
     """Raise UserError where a length is beyond the learned positions of a run with this config."""
-    longest = max(lengths)
-    if config.positions == "learned" and longest > config.block_size:
+    length = max(lengths)
+    if config.longest is not None and length > config.longest:
         raise UserError(
-            f"{config.out_dir}: a length of {longest} is beyond its learned positions, which end "
-            f"at block_size = {config.block_size}"
+            f"{config.out_dir}: a length of {length} is beyond its learned positions, which end "
+            f"at {config.longest}"
         )
 
 
@@ -115,7 +129,7 @@ def stretches(
     wanted: int,
     config: Config,
     whole_documents: bool = False,
-) -> NDArray[np.uint16]:
+) -> NDArray[np.integer]:
     """Validation text [n, unit + 1] for predicting the same tokens at every length.
 
     `unit` is the least common multiple of the lengths; the last token of a stretch is a target
@@ -128,8 +142,7 @@ def stretches(
     tokens = checked_tokens(config, sys.maxsize if whole_documents else wanted)
     bounds = {0, len(tokens)}
     if whole_documents:  # a document begins with end-of-text
-        end_of_text = get_tokenizer(config.tokenizer).eot
-        bounds.update(np.flatnonzero(tokens == end_of_text).tolist())
+        bounds.update(np.flatnonzero(tokens == config.end_of_text).tolist())
     starts: list[int] = []
     longest = 0
     for begin, end in itertools.pairwise(sorted(bounds)):
@@ -147,7 +160,7 @@ def stretches(
     return sliding_window_view(tokens, unit + 1)[starts[: wanted // unit]]
 
 
-def windows(text: NDArray[np.uint16], length: int, device: torch.device) -> Batches:
+def windows(text: NDArray[np.integer], length: int, device: torch.device) -> Batches:
     """The windows of `stretches`: x, y, int64 [B, length], y being x shifted by one token."""
     starts = slice(None, None, length)
     cut = sliding_window_view(text, length + 1, axis=1)[:, starts]
@@ -156,7 +169,9 @@ def windows(text: NDArray[np.uint16], length: int, device: torch.device) -> Batc
 
 
 @functools.lru_cache(1)  # an evaluation asks several times
-def checked_tokens(config: Config, wanted: int = sys.maxsize) -> NDArray[np.uint16]:
+def checked_tokens(config: Config, wanted: int = sys.maxsize) -> NDArray[np.integer]:
     """The first `wanted` validation tokens and a last target, if they are tokens of the run."""
+    if isinstance(config, ModelConfig):
+        return tokens_of(config, wanted)
     check_tokenizer(config.data_dir, config.tokenizer)
     return validation_tokens(config.data_dir, wanted, config.text_ids)

@@ -1,0 +1,180 @@
+"""A model of transformers with its weights, checked, with the methods of a GPT for evaluations."""
+
+import copy
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from errors import UserError, first_line
+from scripts.common.hf_attention import NAME, use_tiles
+from scripts.common.hf_models import LOADING_ERRORS, ModelConfig, beginning_of_text, load_config
+from scripts.common.options import Options
+
+# The names of our RoPE scalings in transformers.
+ROPE_TYPES = {"linear": "linear", "dynamic_ntk": "dynamic", "yarn": "yarn"}
+# Logits that are in memory at once: 128 MB in float32.
+LOGITS = 2**25
+# The share by which a value may differ between two ways to compute it in 16 bits.
+TOLERANCE = 0.05
+
+
+class CausalLM:
+    """A model of transformers, with the methods of model.GPT that evaluations of text call."""
+
+    document_start = None  # a window is one document
+
+    def __init__(self, model: Any, first_token: int | None = None) -> None:
+        self.model = model
+        self.trunk = model.get_decoder()
+        if self.trunk is model:  # Llama 4
+            self.trunk = model.model
+        self.tiles = use_tiles(model)
+        self.first_token = first_token
+
+    def hidden(self, idx: Tensor) -> Tensor:
+        """Return the hidden states [B, L, n_embd] of ids [B, L].
+
+        What the tokenizer puts before every text stands in place of the first id, so that a window
+        begins as the texts of the training did.
+        """
+        if self.first_token is not None:
+            idx = idx.clone()
+            idx[:, 0] = self.first_token
+        output = self.trunk(input_ids=idx, use_cache=False)
+        self.output_type = type(output)
+        return output.last_hidden_state
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits [B, L, n_vocab] of some of the hidden states that `hidden` returned.
+
+        They come out of the model's own forward pass, with these states in place of its trunk's.
+        """
+        output = self.output_type(last_hidden_state=x)
+        idx = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+        self.trunk.forward = lambda *arguments, **options: output
+        try:
+            return self.model(input_ids=idx, use_cache=False).logits
+        finally:
+            del self.trunk.forward  # that of its class again
+
+    @torch.no_grad()
+    def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss in nats of every target, in their shape, without holding all logits."""
+        x = self.hidden(idx).flatten(0, 1)
+        losses = torch.empty(len(x), device=x.device)
+        size = max(1, LOGITS // self.model.config.get_text_config().vocab_size)
+        chunks = zip(x.split(size), targets.flatten().split(size), losses.split(size), strict=True)
+        for x_chunk, chunk_targets, chunk_losses in chunks:
+            logits = self.logits(x_chunk[None])[0].float()
+            chunk_losses.copy_(F.cross_entropy(logits, chunk_targets, reduction="none"))
+        return losses.view(targets.shape)
+
+
+@torch.no_grad()
+def load_model(config: ModelConfig, options: Options, device: torch.device) -> CausalLM:
+    """Load a model's weights onto a device, in evaluation mode.
+
+    Raises UserError where that fails, and where the model cannot be measured in this way.
+    """
+    from transformers import AutoModelForCausalLM
+
+    # it would warn of what is refused below
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            config.source,
+            config=scaled_config(config, options),
+            dtype=options.torch_dtype,
+        )
+    except LOADING_ERRORS as error:
+        raise UserError(f"{config.label} cannot be loaded: {first_line(error)}") from error
+    model = CausalLM(loaded.to(device).eval(), beginning_of_text(config.source))
+    check_logits(model, config)
+    if config.has_control or options.window is not None:
+        check_window(model, config)
+    model.tiles.window = options.window
+    return model
+
+
+def scaled_config(config: ModelConfig, options: Options) -> Any:
+    """The config of transformers, with the RoPE scaling of the options if there is one.
+
+    Raises UserError where the model has no RoPE, and where transformers has no such scaling or has
+    to know its factor.
+    """
+    options.rope_for(config)
+    settings = copy.deepcopy(load_config(config.source))
+    text_settings = settings.get_text_config()
+    scaling = options.rope or "none"
+    if scaling == "none" and options.rope_theta is None:
+        return settings
+    rope = dict(text_settings.rope_parameters)
+    if "rope_theta" not in rope:
+        raise UserError(f"{config.label} has several kinds of RoPE: --rope cannot scale them")
+    if scaling != "none":
+        if scaling not in ROPE_TYPES:
+            known = ", ".join(ROPE_TYPES)
+            raise UserError(f"--rope {scaling}: of {config.label} it is one of {known}")
+        if scaling != "dynamic_ntk" and options.rope_factor is None:
+            raise UserError(f"--rope {scaling} of {config.label} needs --rope_factor N")
+        trained_length = text_settings.max_position_embeddings
+        rope = {
+            "rope_type": ROPE_TYPES[scaling],
+            "factor": options.rope_factor or 1.0,
+            "original_max_position_embeddings": trained_length,
+        } | {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    if options.rope_theta is not None:
+        rope["rope_theta"] = options.rope_theta
+    text_settings.rope_parameters = rope
+    return settings
+
+
+# ---- checks, with a few random tokens ----
+
+
+def probe(config: ModelConfig, device: torch.device) -> Tensor:
+    """Random ids [3, n_layer + 2]: the second row differs from the first in its first id alone,
+    the third in its last but one."""
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randint(config.text_ids, (config.n_layer + 2,), generator=generator)
+    idx = row.repeat(3, 1)
+    idx[1, 0] += 1
+    idx[2, -2] += 1
+    return (idx % config.text_ids).to(device)
+
+
+def check_logits(model: CausalLM, config: ModelConfig) -> None:
+    """Raise UserError unless the logits are those of the model's forward pass in transformers."""
+    idx = probe(config, model.model.device)
+    if model.first_token is not None:
+        idx[:, 0] = model.first_token
+    try:
+        logits = model.logits(model.hidden(idx))
+        model.model.set_attn_implementation("eager")
+        expected = model.model(input_ids=idx, use_cache=False).logits
+        model.model.set_attn_implementation(NAME)
+    except Exception as error:  # what a model makes of a mask that it does not know
+        raise UserError(
+            f"{config.label} cannot be measured: its forward pass fails: {first_line(error)}"
+        ) from error
+    if not (logits - expected).norm() <= TOLERANCE * expected.norm():
+        raise UserError(f"{config.label}: its logits in parts are not those of transformers")
+
+
+def check_window(model: CausalLM, config: ModelConfig) -> None:
+    """Raise UserError where the model's layers see more than a window shows them.
+
+    With a window of 2 the last position of n layers depends on the last n + 1 inputs.
+    """
+    model.tiles.window = 2
+    x = model.trunk(input_ids=probe(config, model.model.device), use_cache=False).last_hidden_state
+    last, hidden, visible = x[:, -1].float()
+    if (hidden - last).norm() > TOLERANCE * (visible - last).norm():
+        raise UserError(
+            f"{config.label} sees more than the keys of a window: it has layers that are no "
+            "attention, or whose attention takes no mask from outside (--no_control measures it "
+            "without the window)"
+        )

@@ -1,0 +1,357 @@
+"""Tiny random models of transformers: their losses by length, and beside a window."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data.shards import read_shard, write_meta, write_shard
+from scripts import eval_length, passkey
+from scripts.common import hf_attention, hf_loading, runner
+from scripts.common.hf_models import read_model
+from tests.helpers import measured_losses, not_blank, set_meta
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+    "pad_token_id": 256,
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 257}
+# What each kind of model has besides.
+MODELS = {
+    "Llama": {},
+    "Qwen3": {},
+    "GPT2": GPT2 | {"bos_token_id": 256, "eos_token_id": 256},
+    "Gemma3Text": {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+    "SmolLM3": {"no_rope_layers": [1, 0]},
+}
+
+
+@pytest.fixture(scope="session")
+def save(tmp_path_factory):
+    """Save a random model with a tokenizer of bytes, large weights and attention far from uniform;
+    returns its folder."""
+    from scripts.export_hf import byte_level_bpe
+
+    def new(name, **settings):
+        torch.manual_seed(0)
+        sizes = {} if name == "GPT2" else SIZES
+        config = getattr(transformers, f"{name}Config")(**(sizes | MODELS.get(name, {}) | settings))
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(8)
+        folder = tmp_path_factory.mktemp("models") / name
+        model.save_pretrained(folder)
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=byte_level_bpe("bytes"),
+            bos_token="<|endoftext|>",
+            eos_token="<|endoftext|>",
+        )
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return new
+
+
+@pytest.fixture(scope="session", params=MODELS)
+def folder(request, save):
+    return save(request.param)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(chr(97 + i * i * 7 % 25) for i in range(300)))
+    return path
+
+
+def tokens_in(text_file):
+    return torch.tensor([256, *text_file.read_bytes()])
+
+
+def direct_losses(folder, text_file, length, mask=None):
+    """Losses [windows, length] of the first 256 tokens, by transformers' own eager attention."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    tokens = tokens_in(text_file)
+    rows = []
+    for start in range(0, 256, length):
+        x = tokens[None, start : start + length]
+        with torch.no_grad():
+            logits = model(x, attention_mask=mask, use_cache=False).logits[0]
+        targets = tokens[start + 1 : start + length + 1]
+        rows.append(F.cross_entropy(logits.double(), targets, reduction="none"))
+    return torch.stack(rows)
+
+
+def hand_made_mask(folder, length, window):
+    """The mask [1, 1, L, L] of each kind of layer: the window, and the layers' own."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    lowest = torch.finfo(torch.float32).min
+    masks = {}
+    for kind in ("full_attention", "sliding_attention"):
+        keys = window
+        if kind == "sliding_attention":
+            keys = min(window, getattr(config, "sliding_window", None) or window)
+        mask = torch.full((1, 1, length, length), lowest)
+        for i in range(length):
+            mask[..., i, max(0, i - keys + 1) : i + 1] = 0
+        masks[kind] = mask
+    return masks if config.model_type == "gemma3_text" else masks["full_attention"]
+
+
+def results(folder):
+    return json.loads((folder / "eval_length.json").read_text())
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several tiles of queries, and chunks of logits, in a short window."""
+    monkeypatch.setattr(hf_attention, "QUERIES", 7)
+    monkeypatch.setattr(hf_loading, "LOGITS", 257 * 11)
+
+
+@pytest.mark.usefixtures("pictures", "small_tiles")
+def test_losses_and_the_window_are_those_of_a_plain_loop(folder, text_file, call, capsys):
+    name = f"hf:{folder}"
+    arguments = ["--lengths=16,64", "--window=16", "--tokens=256", "--per_position"]
+    call(eval_length, name, "--text", text_file, *arguments)
+    result, control = results(folder)
+    assert result["window"] is None
+    assert control["window"] == 16
+    plain = direct_losses(folder, text_file, 16).mean().item()
+    losses = []
+    for measurement, window in ((result, 64), (control, 16)):
+        short, long = measurement["parts"].values()
+        assert short["loss"] == pytest.approx(plain, rel=1e-6)
+        mask = hand_made_mask(folder, 64, window)
+        direct = direct_losses(folder, text_file, 64, mask).mean(0)
+        assert long["loss_by_position"] == pytest.approx(direct.tolist(), rel=1e-5)
+        losses.append(long["loss"])
+    assert losses[0] == pytest.approx(direct_losses(folder, text_file, 64).mean().item(), rel=1e-6)
+    assert abs(losses[0] - losses[1]) > 1e-3
+    printed = capsys.readouterr().out
+    assert f"{name} " in printed
+    assert "sliding window of 16" in printed
+    assert "gain:" in printed
+
+
+@pytest.mark.usefixtures("pictures", "small_tiles")
+def test_a_window_of_the_whole_length_changes_nothing(folder, text_file):
+    """It is measured as a control is, through tiles; the command would leave it out."""
+    model = read_model(f"hf:{folder}", 16)
+    measured = []
+    for window in (None, 64, 100):
+        options = eval_length.LossOptions(
+            lengths=(64,), tokens=256, text=(str(text_file),), window=window, no_control=True
+        )
+        measured.append(runner.measured(eval_length.EVAL_LENGTH, options, model)["loss"])
+    assert measured[1] == pytest.approx(measured[0], rel=1e-6)
+    assert measured[2] == measured[1]
+
+
+def test_in_one_layer_a_window_reads_each_position_with_its_last_keys_alone(save, text_file):
+    folder = save("Llama", num_hidden_layers=1)
+    model = read_model(f"hf:{folder}", 16)
+    options = eval_length.LossOptions(window=9, text=(str(text_file),))
+    run = runner.load_run(model, options)
+    tokens = tokens_in(text_file)
+    losses = run.model.token_losses(tokens[None, :64], tokens[None, 1:65])[0]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for i in range(64):
+        window = tokens[None, max(0, i - 8) : i + 1]
+        with torch.no_grad():
+            logits = plain(window).logits[0, -1]
+        loss = F.cross_entropy(logits, tokens[i + 1]).item()
+        assert losses[i].item() == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.usefixtures("pictures")
+def test_nothing_is_measured_twice_whatever_the_window(save, text_file, call, monkeypatch):
+    folder = save("Llama")
+    windows = []
+    measure = eval_length.mean_losses
+
+    def record(run, batches):
+        windows.append(run.facts["window"])
+        return measure(run, batches)
+
+    monkeypatch.setattr(eval_length, "mean_losses", record)
+    arguments = [eval_length, f"hf:{folder}/", "--text", text_file, "--lengths=16,64"]
+    for more, expected in (
+        ([], [None, None, 32, 32]),  # of 16 and 64 tokens; max_position_embeddings is 32
+        (["--window=32"], []),
+        (["--window=16"], [16, 16]),
+    ):
+        call(*arguments, *more)
+        assert windows == expected
+        windows.clear()
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    call(*arguments, "--window=16")
+    assert windows == [None, None, 16, 16]
+    windows.clear()
+    other = text_file.with_name("other.txt")
+    other.write_text(text_file.read_text()[::-1])
+    call(*arguments[:4], other, *arguments[4:], "--no_control")
+    assert windows == [None, None]
+    texts = [measurement["data_dir"] for measurement in results(folder)]
+    assert texts[-1] == f"{text_file}, {other}"
+    assert len(set(texts)) == 2
+
+
+@pytest.mark.usefixtures("pictures", "small_tiles")
+def test_what_sdpa_leaves_out_is_computed(save, text_file):
+    """Gemma 2's soft cap of the scores, and gpt-oss's learned sinks."""
+    for name, settings in (
+        ("Gemma2", {"attn_logit_softcapping": 0.1, "sliding_window": 12}),
+        ("GptOss", {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    ):
+        folder = save(name, **settings)
+        options = eval_length.LossOptions(text=(str(text_file),))
+        run = runner.load_run(read_model(f"hf:{folder}", 16), options)
+        tokens = tokens_in(text_file)[None]
+        losses = run.model.token_losses(tokens[:, :64], tokens[:, 1:65])
+        expected = direct_losses(folder, text_file, 64)[:1].float()
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scaling, kind", [("yarn", "yarn"), ("dynamic_ntk", "dynamic")])
+def test_another_scaling_of_rope(save, text_file, scaling, kind):
+    folder = save("Llama", max_position_embeddings=16)
+    options = eval_length.LossOptions(
+        text=(str(text_file),), rope=scaling, rope_factor=4.0, rope_theta=500.0
+    )
+    run = runner.load_run(read_model(f"hf:{folder}", None), options)
+    tokens = tokens_in(text_file)[None]
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.rope_parameters = {
+        "rope_type": kind,
+        "factor": 4.0,
+        "rope_theta": 500.0,
+        "original_max_position_embeddings": 16,
+    }
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for length in (8, 64):
+        with torch.no_grad():
+            logits = run.model.logits(run.model.hidden(tokens[:, :length]))
+            expected = model(tokens[:, :length]).logits
+            unscaled = plain(tokens[:, :length]).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(logits, unscaled, atol=0.1)
+
+
+def test_a_window_begins_with_what_the_tokenizer_puts_before_a_text(save, text_file):
+    from tokenizers import processors
+
+    folder = save("Llama")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
+    tokenizer.save_pretrained(folder)
+    run = runner.load_run(
+        read_model(f"hf:{folder}", 16), eval_length.LossOptions(text=(str(text_file),))
+    )
+    tokens = tokens_in(text_file)[None]
+    losses = run.model.token_losses(tokens[:, 5:25], tokens[:, 6:26])
+    begun = tokens[:, 5:25].clone()
+    begun[0, 0] = 256
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        expected = F.cross_entropy(model(begun).logits[0], tokens[0, 6:26], reduction="none")
+    torch.testing.assert_close(losses[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_shards(save, shards, call, refused, tmp_path):
+    """Their tokens must be the text that they are to the model's tokenizer."""
+    folder = save("Llama")
+    arguments = ["--lengths=16,64", "--window=16", "--tokens=256"]
+    call(eval_length, f"hf:{folder}", f"--data_dir={shards}", *arguments)
+    result, control = measured_losses(folder)
+    tokens = torch.from_numpy(read_shard(shards / "text_val_000000.bin").astype(np.int64))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(tokens[:256].view(4, 64)).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[1:257]).item()
+    assert result["loss"][1] == pytest.approx(loss, rel=1e-5)
+    assert not_blank(folder / "loss_by_length.png")
+    # GPT-2's first ids are other bytes
+    gpt2 = tmp_path / "gpt2"
+    gpt2.mkdir()
+    write_meta(gpt2, set_meta("gpt2"))
+    write_shard(gpt2 / "text_val_000000.bin", np.arange(200, dtype=np.uint16))
+    says = (f"{gpt2} was made with another tokenizer than hf:{folder} has: token 0 is '!' there",)
+    refused(call, eval_length, f"hf:{folder}", f"--data_dir={gpt2}", "--lengths=16", says=says)
+    # in a model without a tokenizer only the number of ids is known
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    from scripts.common.hf_models import open_tokenizer
+
+    open_tokenizer.cache_clear()
+    call(eval_length, f"hf:{folder}", f"--data_dir={gpt2}", "--lengths=16", "--tokens=64")
+    write_shard(gpt2 / "text_val_000000.bin", np.arange(100, 300, dtype=np.uint16))
+    says = "token 157 is 257, but the vocabulary is 0 to 256"
+    refused(call, eval_length, f"hf:{folder}", f"--data_dir={gpt2}", "--lengths=16", says=says)
+
+
+def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
+    name = f"hf:{save('Llama')}"
+    gpt2 = f"hf:{save('GPT2')}"
+    mamba = f"hf:{save('Mamba', state_size=4, max_position_embeddings=None)}"
+    text = ["--text", text_file, "--lengths=16,256", "--window=16"]
+    (tmp_path / "empty").mkdir()
+    for arguments, says in (
+        ([name, "--lengths=16"], "by either text files or --data_dir SHARDS"),
+        ([name, run, *text], f"{run} is a run"),
+        ([run, *text[:2]], "is measured on shards: `python -m data.text FILES` makes them"),
+        ([name, *text, "--p=2"], "--p is for runs of this repository"),
+        ([name, *text, "--log_base=2"], "--log_base is for runs of this repository"),
+        ([name, *text, "--rope=ntk"], "--rope ntk: of hf:"),
+        ([name, *text, "--rope=yarn"], "needs --rope_factor N"),
+        ([gpt2, *text], "a length of 256 is beyond its learned positions, which end at 128"),
+        ([gpt2, *text, "--rope=yarn"], "no RoPE"),
+        ([mamba, "--text", text_file], "has no max_position_embeddings: --window N says"),
+        ([mamba, *text], "sees more than the keys of a window"),
+        ([name, "--text", tmp_path / "none.txt"], "none.txt cannot be read as text"),
+        ([f"hf:{tmp_path}/empty", *text], "cannot be loaded: Unrecognized model"),
+        ([f"hf:{tmp_path}/none", *text], "cannot be loaded"),
+    ):
+        refused(call, eval_length, *arguments, says=says)
+    refused(call, passkey, name, says="passkey measures runs of this repository")
+    call(eval_length, mamba, *text[:2], "--lengths=16,64", "--window=16", "--no_control")
+
+
+def test_a_model_of_the_hub_is_known_by_its_commit(save, text_file, call, tmp_path, monkeypatch):
+    """As huggingface_hub stores what it has downloaded."""
+    commit = "0123456789" * 4
+    cached = tmp_path / "hub/models--team--model"
+    shutil.copytree(save("Llama"), cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    call(eval_length, "hf:team/model", "--text", text_file, "--lengths=64", "--tokens=64")
+    results_folder = tmp_path / "out/team/model"
+    result, control = results(results_folder)
+    assert result["sha256"] == commit
+    assert result["variant"] == "hf:team/model"
+    assert not_blank(results_folder / "loss_by_length.png")
