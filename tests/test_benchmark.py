@@ -128,7 +128,7 @@ def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_pat
 def test_one_layer_of_a_pattern_has_the_window(monkeypatch):
     windows = []
 
-    def noting_forward(self, q, k, v):
+    def noting_forward(self, q, k, v, context):
         windows.append(self.window)
         return q + k + v
 
