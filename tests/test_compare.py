@@ -354,7 +354,9 @@ def test_where_an_entry_stands():
         "rows": {"mine": {"mean": [0.0, 5, 5]}, "other": {"mean": [0.0, None, None]}},
         "beside": {"folder": "results/x", "rows": rows},
     }
-    sentence = "At 16x, 1,024 `mine` is above 2 and below 1 of the 3 rows of results/x."
+    sentence = (
+        "At 16x, 1,024 `mine` is above 2 and below 1 of the 3 rows of results/x with a value there."
+    )
     assert beside.standing(table) == [sentence]
 
 

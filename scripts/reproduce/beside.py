@@ -5,6 +5,7 @@ learns, and what identifies the data, which of recall is a hash of its sequences
 shown where these are the same, and what was measured of each run too.
 """
 
+from bisect import bisect_left, bisect_right
 from pathlib import Path
 
 import torch
@@ -106,18 +107,19 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
 
 def with_columns(beside: Beside, table: dict) -> dict:
     """Return the committed rows that have no namesake in a table, with its columns."""
-    columns = [without_remark(column) for column in beside.table["columns"]]
-    places = []
-    for column in table["columns"]:
-        name = without_remark(column)
-        places.append(columns.index(name) if name in columns else None)
+    place_of = {}
+    for i, column in enumerate(beside.table["columns"]):
+        place_of[without_remark(column)] = i
     rows = {}
     for name, row in beside.table["rows"].items():
         if name in table["rows"]:
             continue
         runs = []
         for run in row["runs"]:
-            values = [None if i is None else run["values"][i] for i in places]
+            values = []
+            for column in table["columns"]:
+                place = place_of.get(without_remark(column))
+                values.append(None if place is None else run["values"][place])
             runs.append(run | {"values": values})
         rows[name] = summarise(runs)
     return {"folder": beside.folder, "rows": rows}
@@ -130,20 +132,20 @@ def without_remark(column: str) -> str:
 
 def standing(table: dict) -> list[str]:
     """Say of how many committed rows each entry's mean is above and below."""
-    multiples = [multiple for multiple in table["multiples"] if multiple <= LONGEST]
-    column = table["multiples"].index(max(multiples))
+    column = bisect_right(table["multiples"], LONGEST) - 1
     others = []
     for row in table["beside"]["rows"].values():
         if row["mean"][column] is not None:
             others.append(row["mean"][column])
+    others.sort()
     sentences = []
     for name, row in table["rows"].items():
         mean = row["mean"][column]
         if mean is not None and others:
-            above = sum(other < mean for other in others)
-            below = sum(other > mean for other in others)
+            above = bisect_left(others, mean)
+            below = len(others) - bisect_right(others, mean)
             sentences.append(
                 f"At {table['columns'][column]} `{name}` is above {above} and below {below} of the "
-                f"{len(others)} rows of {table['beside']['folder']}."
+                f"{len(others)} rows of {table['beside']['folder']} with a value there."
             )
     return sentences

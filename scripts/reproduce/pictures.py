@@ -56,8 +56,11 @@ def curves_beside(table: dict) -> list[Curve]:
     x = table["multiples"]
     rows = table["beside"]["rows"].values()
     label = f"{table['beside']['folder']}, {len(rows)} rows"
-    means = [drawable(row["mean"][: len(x)]) for row in rows]
-    return [Curve(label, x, mean, behind=True) for mean in means]
+    curves = []
+    for row in rows:
+        mean = drawable(row["mean"][: len(x)])
+        curves.append(Curve(label, x, mean, behind=True))
+    return curves
 
 
 def difference_title(table: dict) -> str:
