@@ -38,15 +38,18 @@ def read_prompts(
     The cache has room for so many new tokens. Prompts of different lengths are padded on the left:
     the padding is a document of its own, which the prompt does not see.
     """
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    longest = int(lengths.max())
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
     # the last token is not fed to the model
     model.trunk.check_length(longest + new_tokens - 1)
     padded = pad_sequence(list(prompts), batch_first=True, padding_side="left")
     is_start = None
-    if lengths.min() < longest:
-        is_start = torch.arange(longest) == longest - lengths[:, None]
-        is_start = is_start.to(padded.device)
+    if min(lengths) < longest:
+        column = torch.arange(longest, device=padded.device)
+        first = longest - torch.tensor(lengths, device=padded.device)[:, None]  # of the prompt
+        is_start = column == first
+        if model.document_start is not None:
+            is_start |= (padded == model.document_start) & (column > first)
     cache = KVCache(longest + new_tokens)
     return next_logits(model, padded, cache, is_start), cache
 

@@ -371,14 +371,13 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the hidden states [B, L, n_embd] of idx [B, L], which follow the cache.
 
-        Documents begin where it `is_start` [B, L] and, with document_mask, at end-of-text. A token
-        sees its own document alone.
+        A token sees its own document alone. Documents begin where it `is_start` [B, L]; without
+        that, at end-of-text if the model has document_mask.
         """
-        if self.document_start is not None:
-            is_mark = idx == self.document_start
-            is_start = is_mark if is_start is None else is_mark | is_start
         read = None if cache is None else cache.document_length
-        if is_start is None and read is not None:
+        if is_start is None and self.document_start is not None:
+            is_start = idx == self.document_start
+        elif is_start is None and read is not None:
             is_start = torch.zeros_like(idx, dtype=torch.bool)  # the cache's documents go on
         document_positions = None
         if is_start is not None:

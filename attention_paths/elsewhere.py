@@ -85,9 +85,9 @@ def attend(
         length = count_keys(mask)
         k = k[:, :, :length]
         v = v[:, :, :length]
-        document_positions = positions_of(mask[..., :length], sliding_window, **options)
-    if document_positions is not None:
-        document_positions = document_positions.expand(len(q), -1)
+        positions = read_positions(mask[..., :length], sliding_window, options.get("position_ids"))
+        if positions is not None:
+            document_positions = positions.expand(len(q), -1)
     scale = 1.0 if scaling is None else scaling * q.shape[-1] ** 0.5
     context = Context(score_scale=scale, document_positions=document_positions)
     return attention(q, k, v, context).transpose(1, 2), None
@@ -104,16 +104,15 @@ def count_keys(mask: Tensor) -> int:
     return int((last_key - query).max()) + mask.shape[1]
 
 
-def positions_of(
+def read_positions(
     mask: Tensor,
     window: int | None,
-    position_ids: Tensor | None = None,
-    **options: Any,
+    position_ids: Tensor | None,
 ) -> Tensor | None:
-    """The position of each query in its document [B, Lq], from a mask [B, Lq, Lk] of all its keys.
+    """The position of each query in its document [B, Lq], from the mask of its keys [B, Lq, Lk].
 
-    With a window it is at most window - 1; None: all keys are of one document. Raises UserError for
-    a mask of other keys, and where position_ids restart within a document of the mask.
+    With a window it is at most window - 1. None: a sequence is one document. Raises UserError for a
+    mask of other keys, and where position_ids restart within a document of the mask.
     """
     Lq, Lk = mask.shape[1:]
     is_token = mask.diagonal(Lk - Lq, dim1=1, dim2=2)  # a query that does not see itself is padding
@@ -133,5 +132,7 @@ def positions_of(
             "position_ids restart within a document of the attention mask: transformers masks "
             "packed documents where use_cache=False and there is no attention_mask"
         )
-    is_whole = torch.equal(positions, key[-Lq:].clamp_max((window or Lk) - 1).expand_as(positions))
-    return None if is_whole else positions
+    in_one_document = key[-Lq:].clamp_max((window or Lk) - 1)
+    if (positions == in_one_document).all():
+        return None
+    return positions

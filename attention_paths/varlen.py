@@ -100,12 +100,13 @@ def sequence_boundaries(
 
     Of rows that hold documents, whose tokens have these positions [B, L], each document is a
     sequence; empty sequences follow, so that the shape depends on B and L alone. On more documents
-    than B L / SHORTEST_MEAN + B the device stops with an assertion.
+    than B L / SHORTEST_MEAN + 2 B, as each row may begin with padding, the device stops with an
+    assertion.
     """
     if document_positions is None:
         return torch.arange(0, B * L + 1, L, dtype=torch.int32, device=device)
     is_start = (document_positions == 0).flatten()
-    most = B * L // SHORTEST_MEAN + B
+    most = B * L // SHORTEST_MEAN + 2 * B
     torch._assert_async(
         is_start.sum() <= most,
         f"a batch of {B} x {L} tokens has more than {most} documents, for which varlen_attn has no "

@@ -232,6 +232,19 @@ def test_prompts_of_several_documents_continue_the_last_one():
         assert torch.equal(text[start:], alone[0])
 
 
+def test_the_padding_of_prompts_is_one_document():
+    """Also if its id begins documents: varlen_attn has room for few of them."""
+    model = small_model("ssmax.py", "--document_mask")
+    model.document_start = 0  # prompts are padded with zeros
+    positions = []
+    model.trunk.register_forward_pre_hook(lambda trunk, inputs: positions.append(inputs[2]))
+    generate(model, [torch.tensor([5, 0, 7]), torch.arange(1, 15)], 1)
+    assert (positions[0] == 0).tolist() == [
+        [i in (0, 11, 12) for i in range(14)],
+        [True] + 13 * [False],
+    ]
+
+
 @pytest.mark.parametrize(
     "case",
     [

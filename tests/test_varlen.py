@@ -93,11 +93,11 @@ def test_boundaries_have_one_shape_and_graph(monkeypatch):
         is_start[1, starts] = True
         positions = positions_in_documents(is_start)
         expected = [0, 8, *(8 + start for start in starts)]
-        expected += [16] * (7 - len(expected))
+        expected += [16] * (9 - len(expected))
         assert boundaries(2, 8, positions, device).tolist() == expected
     assert counter.frame_count == 1
-    is_start[0, 2] = True
-    with pytest.raises(RuntimeError, match="2 x 8 tokens has more than 6 documents"):
+    is_start[0, 2:5] = True
+    with pytest.raises(RuntimeError, match="2 x 8 tokens has more than 8 documents"):
         varlen.sequence_boundaries(2, 8, positions_in_documents(is_start), device)
 
 

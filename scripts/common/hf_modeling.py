@@ -143,7 +143,7 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
                     f"{name} is not supported: the documents of a row are known by position_ids "
                     "that restart from 0"
                 )
-        is_start = document_starts(input_ids, attention_mask, position_ids, cache)
+        is_start = self.document_starts(input_ids, attention_mask, position_ids, cache)
         x = self.gpt.hidden(input_ids, cache, is_start)
         if isinstance(logits_to_keep, int):
             x = x[:, -logits_to_keep:]  # all of them for 0
@@ -155,6 +155,42 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         # transformers declares FloatTensor, which no tensor has as static type, and its own Cache
         return CausalLMOutputWithPast(loss, logits, past_key_values)  # type: ignore[arg-type]
+
+    def document_starts(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+    ) -> Tensor | None:
+        """Return where documents begin in input_ids, bool [B, L], or None for a document a row.
+
+        They begin where position_ids [1 or B, L] restart from 0 and, with document_mask, at
+        end-of-text. The padding beside them, 0 in attention_mask [B, past + L], is a document.
+        Raises ValueError for zeros between tokens, for padding on the right in generation, and for
+        positions that do not count the tokens.
+        """
+        B, L = input_ids.shape
+        past = 0 if cache is None else cache.length
+        is_token = input_ids.new_ones(B, past + L, dtype=torch.bool)
+        if attention_mask is not None:
+            check_padding(attention_mask, is_token.shape, generates=cache is not None)
+            is_token = attention_mask.bool()
+        is_start = is_token.diff(dim=1, prepend=is_token[:, :1])[:, -L:]
+        is_token = is_token[:, -L:]
+        if position_ids is not None and past == 0:
+            is_start = is_start | (is_token & (position_ids == 0))
+            is_start[:, 0] = False  # a document begins there anyway
+        positions = positions_in_documents(is_start, None if cache is None else cache.next_position)
+        if position_ids is not None and (is_token & (position_ids != positions)).any():
+            first = " or ".join(map(str, positions[:, 0].unique().tolist()))
+            where = "on from the cache" if past else "in each document"
+            raise ValueError(f"position_ids must count from {first} in steps of 1, {where}")
+        if cache is not None:
+            cache.next_position = positions[:, -1:] + 1
+        if self.gpt.document_start is not None:
+            is_start |= is_token & (input_ids == self.gpt.document_start)
+        return is_start if is_start.any() else None
 
     def _prepare_attention_mask_for_generation(  # type: ignore[override]
         self, inputs_tensor: Tensor, *args: Any
@@ -174,39 +210,6 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = Cache(length)
         else:
             model_kwargs["final_length"] = length
-
-
-def document_starts(
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cache: Cache | None,
-) -> Tensor | None:
-    """Return where documents begin in input_ids, bool [B, L], or None for a document a row.
-
-    They begin where position_ids [1 or B, L] restart from 0. The padding beside them, 0 in
-    attention_mask [B, past + L], is a document of its own. Raises ValueError for zeros between
-    tokens, for padding on the right in generation, and for positions that do not count the tokens.
-    """
-    B, L = input_ids.shape
-    past = 0 if cache is None else cache.length
-    is_token = input_ids.new_ones(B, past + L, dtype=torch.bool)
-    if attention_mask is not None:
-        check_padding(attention_mask, is_token.shape, generates=cache is not None)
-        is_token = attention_mask.bool()
-    is_start = is_token.diff(dim=1, prepend=is_token[:, :1])[:, -L:]
-    is_token = is_token[:, -L:]
-    if position_ids is not None and past == 0:
-        is_start = is_start | (is_token & (position_ids == 0))
-        is_start[:, 0] = False  # a document begins there anyway
-    positions = positions_in_documents(is_start, None if cache is None else cache.next_position)
-    if position_ids is not None and (is_token & (position_ids != positions)).any():
-        first = " or ".join(map(str, positions[:, 0].unique().tolist()))
-        where = "on from the cache" if past else "in each document"
-        raise ValueError(f"position_ids must count from {first} in steps of 1, {where}")
-    if cache is not None:
-        cache.next_position = positions[:, -1:] + 1
-    return is_start if is_start.any() else None
 
 
 def check_padding(attention_mask: Tensor, shape: torch.Size, generates: bool) -> None:
