@@ -6,6 +6,7 @@ checked by layers.heads.
 
 import ast
 import hashlib
+import json
 import math
 import operator
 import os
@@ -21,7 +22,6 @@ from typing import Any, TypeVar
 
 from data.vocabulary import BUILT_IN, RECALL_IDS, TOKENIZER, count_ids, end_of_text, identify
 from errors import UserError, check_choice, did_you_mean, nearest
-from runtime.files import read_json
 from runtime.hf_config import pretrained_settings
 
 ROOT = Path(__file__).parent
@@ -589,9 +589,12 @@ def names_only_assigned(path: Path) -> set[str]:
 def read_run(folder: str) -> dict[str, Any]:
     """The settings in the config.json of a run; out_dir is the folder where it is found."""
     path = Path(folder, "config.json")
-    values = read_json(path)
-    if values is None:
+    if not path.is_file():
         raise UserError(f"{path.parent} is a folder without config.json: no run of train.py")
+    try:
+        values = json.loads(path.read_bytes())  # runtime.files would need msgspec in exports
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read as JSON: {error}") from error
     out_dir = str(path.parent).replace("{", "{{").replace("}", "}}")
     return saved_settings(values, path) | {"resume": False, "out_dir": out_dir}
 

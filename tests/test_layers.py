@@ -10,10 +10,10 @@ from tests.runs import ROOT
 # it. A module may import what is in earlier lines, and the other modules of its package.
 LAYERS = (
     ("errors",),
-    ("data.vocabulary", "runtime.files"),
+    ("data.vocabulary",),
     ("runtime.nanogpt",),
     ("runtime.hf_config",),
-    ("config", "runtime.source"),
+    ("config", "runtime.files", "runtime.source"),
     ("runtime.device", "runtime.distributed", "runtime.run_folder"),
     ("data", "attention"),
     ("attention_paths.kernels",),
