@@ -189,6 +189,7 @@ PADDED = {
     "softmax.py --positions=learned --block_size=40 --total_batch_size=40": {},
 }
 LENGTHS = (4, 11, 20, 6)  # the training length is 16
+SHORT = GREEDY | {"max_new_tokens": 6}
 
 
 @pytest.fixture(params=PADDED, scope="module")
@@ -233,9 +234,9 @@ def test_a_batch_of_prompts_is_continued_as_each_alone(padded_case):
     native, model = padded_case
     ids, mask = pad(prompts(), "left")
     for use_cache in (True, False):
-        texts = model.generate(ids, attention_mask=mask, use_cache=use_cache, **GREEDY)
+        texts = model.generate(ids, attention_mask=mask, use_cache=use_cache, **SHORT)
         for text, prompt in zip(texts, prompts(), strict=True):
-            (alone,) = generate(native, prompt[None], 20, temperature=0)
+            (alone,) = generate(native, prompt[None], 6, temperature=0)
             assert torch.equal(text[-len(alone) :], alone)
 
 
@@ -244,9 +245,9 @@ def test_beams_of_padded_prompts_are_those_of_each_alone(tmp_path):
     _, model = load_in_transformers(tmp_path, "ssmax.py --document_mask")
     model.double()
     ids, mask = pad(prompts(), "left")
-    texts = model.generate(ids, attention_mask=mask, num_beams=3, **GREEDY)
+    texts = model.generate(ids, attention_mask=mask, num_beams=3, **SHORT)
     for text, prompt in zip(texts, prompts(), strict=True):
-        (alone,) = model.generate(prompt[None], num_beams=3, **GREEDY)
+        (alone,) = model.generate(prompt[None], num_beams=3, **SHORT)
         assert torch.equal(text[-len(alone) :], alone)
 
 
@@ -293,8 +294,8 @@ def test_packed_documents_are_computed_as_each_alone(padded_case):
     packed = model(batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
     for logits, text in zip(packed.split(LENGTHS), prompts(), strict=True):
         assert_close(logits, native(text[None])[0], rtol=1e-9, atol=1e-9)
-    texts = model.generate(batch["input_ids"], position_ids=batch["position_ids"], **GREEDY)
-    (alone,) = generate(native, prompts()[-1][None], 20, temperature=0)
+    texts = model.generate(batch["input_ids"], position_ids=batch["position_ids"], **SHORT)
+    (alone,) = generate(native, prompts()[-1][None], 6, temperature=0)
     assert torch.equal(texts[0, -len(alone) :], alone)
 
 
