@@ -19,6 +19,8 @@ LARGEST_HEAD = 256
 # sequences is fixed, because torch.compile would compile the model again for another one, and
 # FlashAttention launches thread blocks for each of them, also if it is empty.
 SHORTEST_MEAN = 32
+# Documents that a batch may have however short they are: so few empty sequences cost little.
+ALWAYS_ROOM = 1024
 
 
 def varlen_obstacle(layer: ReferenceAttention, q: Tensor, Lk: int) -> str | None:
@@ -99,14 +101,14 @@ def sequence_boundaries(
     """Return where the sequences of B rows of L tokens begin and the last one ends, int32.
 
     Of rows that hold documents, whose tokens have these positions [B, L], each document is a
-    sequence; empty sequences follow, so that the shape depends on B and L alone. On more documents
-    than B L / SHORTEST_MEAN + 2 B, as each row may begin with padding, the device stops with an
+    sequence; empty sequences follow, so that the shape depends on B and L alone. On more than
+    ALWAYS_ROOM documents of fewer than SHORTEST_MEAN tokens on average the device stops with an
     assertion.
     """
     if document_positions is None:
         return torch.arange(0, B * L + 1, L, dtype=torch.int32, device=device)
     is_start = (document_positions == 0).flatten()
-    most = B * L // SHORTEST_MEAN + 2 * B
+    most = min(B * L, max(B * L // SHORTEST_MEAN, ALWAYS_ROOM))
     torch._assert_async(
         is_start.sum() <= most,
         f"a batch of {B} x {L} tokens has more than {most} documents, for which varlen_attn has no "

@@ -22,7 +22,8 @@ With --whole_documents every window lies inside one document. Without, a long wi
 documents, which have nothing to do with each other.
 
 A run that was trained with --document_mask is measured twice: apart, with attention within
-documents as in training, and joined, without the mask. --no_joined leaves the second out.
+documents as in training, and joined, without the mask. --documents both measures other runs in both
+ways too, --documents trained every run as it was trained alone.
 
 RUN/eval_length.json is a list of measurements, one for each combination of weights, tokens and
 settings. Lengths that it has are not measured again; new ones are added:
@@ -44,8 +45,8 @@ settings. Lengths that it has are not measured again; new ones are added:
                                                         inside documents "1024 tokens in 4096 of
                                                         whole documents", 4096 being the multiple of
                                                         all lengths; with document_mask "1024 tokens
-                                                        apart" and "1024 tokens joined", which both
-                                                        say so in "documents"
+                                                        apart" and "1024 tokens joined", and without
+                                                        it "1024 tokens apart" beside "1024 tokens"
     environment                                         of the latest update
 """
 
@@ -71,6 +72,7 @@ from data.shards import data_difference
 from errors import UserError
 from runtime import checkpoint
 from scripts.common.command_line import option
+from scripts.common.hf_models import ModelConfig
 from scripts.common.labels import title_of
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.runner import Evaluation, Results, Run, as_command, with_controls
@@ -98,13 +100,32 @@ class LossOptions(LengthOptions, ControlOptions):
     tokens: int | None = option(None, "to predict (default: one per 24 weights)", at_least=1)
     per_position: bool = option(False, "also the loss by position at the greatest length")
     whole_documents: bool = option(False, "only windows that lie inside one document")
-    no_joined: bool = option(False, "with document_mask: not the loss without the mask")
+    documents: str | None = option(
+        None,
+        "attention as 'trained', or 'both' within documents and across them (default: both with "
+        "document_mask)",
+        choices=("trained", "both"),
+    )
 
     def attentions(self, config: Config) -> tuple[str | None, ...]:
-        """How attention reads documents: apart and joined; None: as the only way there is."""
-        if not config.document_mask or self.whole_documents:
+        """How attention reads documents, first as in training: apart or joined; None: no mask.
+
+        Raises UserError where a model cannot be measured within documents.
+        """
+        if self.whole_documents:
             return (None,)
-        return ("apart",) if self.no_joined else ("apart", "joined")
+        if config.document_mask:
+            return ("apart",) if self.documents == "trained" else ("apart", "joined")
+        if self.documents != "both":
+            return (None,)
+        if isinstance(config, ModelConfig):
+            raise UserError(f"{config.label}: --documents both is for runs of train.py")
+        if config.end_of_text >= config.text_ids:
+            raise UserError(
+                f"{config.out_dir}: --documents both needs end-of-text, which vocab_size = "
+                f"{config.vocab_size} leaves out"
+            )
+        return (None, "apart")
 
 
 @dataclass(frozen=True)
@@ -144,9 +165,10 @@ def chunks(options: LossOptions, config: Config) -> dict[str, Chunk]:
 
 def measure(options: LossOptions, run: Run, chunk: Chunk) -> dict:
     text = text_of(options, run.config)
-    if chunk.documents == "joined":
+    if chunk.documents is not None:
         run = replace(run, model=copy.copy(run.model))  # with the same weights
-        run.model.document_start = None
+        is_apart = chunk.documents == "apart"
+        run.model.document_start = run.config.end_of_text if is_apart else None
     by_position, by_window = mean_losses(run, windows(text, chunk.length, run.device))
     values: dict[str, Any] = {
         "length": chunk.length,
@@ -162,15 +184,15 @@ def measure(options: LossOptions, run: Run, chunk: Chunk) -> dict:
 
 def control(options: LossOptions, config: Config) -> LossOptions | None:
     window = sliding_window(options, config, max(options.lengths_of(config)))
-    return None if window is None else replace(window, no_joined=True)
+    return None if window is None else replace(window, documents="trained")
 
 
 def summarise(chunks: dict[str, dict]) -> dict:
-    """The lengths, and the losses there, of documents joined under `joined`."""
-    summary = losses_by_length(as_trained(chunks))
-    joined = joined_chunks(chunks)
-    if joined:
-        summary["joined"] = losses_by_length(joined)
+    """The lengths, and the losses there; those of the other attention under `apart` or `joined`."""
+    first, *others = by_attention(chunks).items()
+    summary = losses_by_length(first[1])
+    for documents, other in others:
+        summary[documents] = losses_by_length(other)
     return summary
 
 
@@ -183,13 +205,12 @@ def losses_by_length(chunks: list[dict]) -> dict:
     }
 
 
-def as_trained(chunks: dict[str, dict]) -> list[dict]:
-    return [chunk for chunk in chunks.values() if chunk.get("documents") != "joined"]
-
-
-def joined_chunks(chunks: dict[str, dict]) -> list[dict]:
-    """The chunks of a run with document_mask that were measured without it."""
-    return [chunk for chunk in chunks.values() if chunk.get("documents") == "joined"]
+def by_attention(chunks: dict[str, dict]) -> dict[str | None, list[dict]]:
+    """The chunks by how attention reads documents, first as in training."""
+    grouped: dict[str | None, list[dict]] = {}
+    for chunk in chunks.values():
+        grouped.setdefault(chunk.get("documents"), []).append(chunk)
+    return grouped
 
 
 def align(options: LossOptions, configs: Sequence[Config]) -> LossOptions:
@@ -318,22 +339,26 @@ def labelled(results: Results) -> Iterator[tuple[str, dict]]:
     """The rows of the table: each run, then what was measured beside it."""
     for name, result in results.items():
         yield name, result
-        if "joined" in result:
-            yield "  joined", result["joined"]
+        for documents in ("apart", "joined"):
+            if documents in result:
+                yield f"  {documents}", result[documents]
         if "control" in result:
             yield f"  sliding window of {result['control']['window']}", result["control"]
 
 
 def on_documents(results: Results) -> list[str]:
-    """Sentences on runs with document_mask, whose losses are of attention within documents."""
+    """Sentences on attention within documents, where a loss is of it."""
     masked = [name for name, result in results.items() if is_masked(result)]
     others = [name for name in results if name not in masked]
+    sentences = []
+    if any("apart" in result for result in results.values()):
+        sentences.append("apart: the same weights with attention within documents")
     if not masked:
-        return []
-    sentences = [
+        return sentences
+    sentences.append(
         f"apart, each document by itself, as in training: {', '.join(masked)}; joined: the same "
         "weights without the document mask"
-    ]
+    )
     if others:
         sentences.append(
             f"trained and measured without the mask: {', '.join(others)}: such a loss has the "
@@ -343,7 +368,7 @@ def on_documents(results: Results) -> list[str]:
 
 
 def is_masked(result: dict) -> bool:
-    return any(chunk.get("documents") == "apart" for chunk in result["parts"].values())
+    return next(iter(by_attention(result["parts"]))) == "apart"
 
 
 def plot(results: Results, title: str, by_position: bool = False) -> Figure:
@@ -352,9 +377,10 @@ def plot(results: Results, title: str, by_position: bool = False) -> Figure:
     first_drawn = int(FIRST_DRAWN * shortest)
     curves = []
     for name, result, is_control in with_controls(results):
-        of_label = {name: as_trained(result["parts"])}
-        if "joined" in result:
-            of_label[f"{name}, joined"] = joined_chunks(result["parts"])
+        trained, *others = by_attention(result["parts"]).items()
+        of_label = {name: trained[1]}
+        for documents, chunks in others:
+            of_label[f"{name}, {documents}"] = chunks
         for label, chunks in of_label.items():
             x: Sequence[int] = [chunk["length"] for chunk in chunks]
             y = [chunk["loss"] for chunk in chunks]

@@ -214,7 +214,7 @@ def test_a_run_with_document_mask_is_measured_apart_and_joined(
     masked = module_run("ssmax.py", f"--data_dir={data}", "--document_mask")
     plain = module_run("softmax.py", f"--data_dir={data}")
     arguments = (masked, plain, "--lengths=16,64", "--per_position")
-    call(eval_length, *arguments, "--no_joined")
+    call(eval_length, *arguments, "--documents=trained")
     assert "  joined" not in capsys.readouterr().out
     call(eval_length, *arguments)
     measurements = json.loads((masked / "eval_length.json").read_text())
@@ -245,6 +245,17 @@ def test_a_run_with_document_mask_is_measured_apart_and_joined(
         assert [text.get_text() for text in legend.texts] == ["a", "a, joined"]
     call(eval_length, masked, "--lengths=5", "--whole_documents")
     assert "apart" not in capsys.readouterr().out
+
+    call(eval_length, plain, *arguments[2:], "--documents=both")
+    _, result = sorted(measured_losses(plain), key=lambda measured: len(measured["parts"]))
+    parts = result["parts"]
+    for length, suffix in ((16, ""), (64, " by position")):
+        loss = parts[f"{length} tokens apart{suffix}"]["loss"]
+        assert loss == direct_loss(plain, data, length, "dynamic_ntk", {"document_mask": True})
+        assert loss != parts[f"{length} tokens{suffix}"]["loss"]
+    printed = capsys.readouterr().out
+    assert "apart: the same weights with attention within documents\n" in printed
+    assert "as in training" not in printed
 
 
 @pytest.mark.usefixtures("pictures")

@@ -69,7 +69,6 @@ def documented_varlen_attn(
 @pytest.mark.parametrize("case", SDPA_CASES)
 def test_the_call_computes_the_reference(case, kv_heads, window, documents, monkeypatch):
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", documented_varlen_attn)
-    monkeypatch.setattr(varlen, "SHORTEST_MEAN", 4)
     attn = build(case, "--n_head=4", f"--n_kv_head={kv_heads}", f"--window={window}").double()
     attn.impl = "reference"
     q, k, v = draw(16, 16, B=2, H=4)
@@ -84,7 +83,7 @@ def test_the_call_computes_the_reference(case, kv_heads, window, documents, monk
 
 def test_boundaries_have_one_shape_and_graph(monkeypatch):
     """Also of other documents: a document of one token, one that fills the sequence."""
-    monkeypatch.setattr(varlen, "SHORTEST_MEAN", 4)
+    monkeypatch.setattr(varlen, "ALWAYS_ROOM", 6)
     counter = CompileCounter()
     boundaries = torch.compile(varlen.sequence_boundaries, backend=counter, fullgraph=True)
     device = torch.device("cpu")
@@ -93,12 +92,15 @@ def test_boundaries_have_one_shape_and_graph(monkeypatch):
         is_start[1, starts] = True
         positions = positions_in_documents(is_start)
         expected = [0, 8, *(8 + start for start in starts)]
-        expected += [16] * (9 - len(expected))
+        expected += [16] * (7 - len(expected))
         assert boundaries(2, 8, positions, device).tolist() == expected
     assert counter.frame_count == 1
-    is_start[0, 2:5] = True
-    with pytest.raises(RuntimeError, match="2 x 8 tokens has more than 8 documents"):
-        varlen.sequence_boundaries(2, 8, positions_in_documents(is_start), device)
+    is_start[0, 2] = True
+    positions = positions_in_documents(is_start)
+    with pytest.raises(RuntimeError, match="2 x 8 tokens has more than 6 documents"):
+        varlen.sequence_boundaries(2, 8, positions, device)
+    monkeypatch.setattr(varlen, "SHORTEST_MEAN", 2)
+    assert len(varlen.sequence_boundaries(2, 8, positions, device)) == 9
 
 
 @pytest.mark.parametrize("case", ["softmax.py", "ssmax.py"])
@@ -155,7 +157,6 @@ def test_the_self_check_compares_it_with_the_reference(case, wider, path, monkey
         left, right = window_size
         return documented_varlen_attn(*tensors, window_size=(left + wider, right), **options)
 
-    monkeypatch.setattr(varlen, "SHORTEST_MEAN", 4)
     monkeypatch.setattr(Attention, "path", by_varlen)
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", attn)
     config = small_config(case)

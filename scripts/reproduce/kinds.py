@@ -41,7 +41,7 @@ def loss(
 
     def options(config: Config) -> LossOptions:
         return LossOptions(
-            lengths=lengths(multiples, config), tokens=config.val_tokens, no_joined=True
+            lengths=lengths(multiples, config), tokens=config.val_tokens, documents="trained"
         )
 
     return Experiment(
@@ -108,7 +108,7 @@ def loss_by_position(
         length = at(multiple, config)
         tokens = sequences * length if sequences else config.val_tokens
         return LossOptions(
-            lengths=(length,), tokens=tokens, per_position=True, no_joined=True, **opened
+            lengths=(length,), tokens=tokens, per_position=True, documents="trained", **opened
         )
 
     def values(measured: dict, config: Config) -> list[float]:
