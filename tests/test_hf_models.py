@@ -326,7 +326,7 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
         ([name, *text, "--log_base=2"], "--log_base is for runs of this repository"),
         ([name, *text, "--rope=ntk"], "--rope ntk: of hf:"),
         ([name, *text, "--rope=yarn"], "needs --rope_factor N"),
-        ([gpt2, *text], "a length of 256 is beyond its learned positions, which end at 128"),
+        ([gpt2, *text], "a length of 256 is beyond its learned positions, which end at max_"),
         ([gpt2, *text, "--rope=yarn"], "no RoPE"),
         ([mamba, "--text", text_file], "has no max_position_embeddings: --window N says"),
         ([mamba, *text], "sees more than the keys of a window"),

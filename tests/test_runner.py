@@ -42,6 +42,7 @@ def test_every_option_comes_from_the_command_line():
         per_position=True,
         whole_documents=True,
         no_control=True,
+        no_joined=True,
         text=("a.txt", "b.txt"),
         rope="yarn",
         rope_factor=2.5,
