@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from data.shards import read_shard, write_meta, write_shard
-from scripts import eval_length, passkey
+from scripts import copying, eval_length, passkey
 from scripts.common import hf_attention, hf_loading, runner
 from scripts.common.hf_models import read_model
 from tests.helpers import measured_losses, not_blank, set_meta
@@ -178,6 +178,31 @@ def test_in_one_layer_a_window_reads_each_position_with_its_last_keys_alone(save
             logits = plain(window).logits[0, -1]
         loss = F.cross_entropy(logits, tokens[i + 1]).item()
         assert losses[i].item() == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.usefixtures("pictures", "small_tiles")
+def test_the_worth_of_a_copy(folder, text_file, call, capsys):
+    """Of the second of three passages, by hand: T = 16, passages of 4, a lag of 32."""
+    name = f"hf:{folder}"
+    call(copying, name, "--text", text_file, "--window=16", "--passages=3", "--lags=32")
+    result, control = json.loads((folder / "copying.json").read_text())
+    assert list(result["parts"]) == ["4", "8", "12", "32"]
+    assert f"{name}, sliding window of 16, 3 passages of 4 tokens" in capsys.readouterr().out
+    tokens = tokens_in(text_file)
+    start = len(tokens) // 3
+    passage, between = tokens[start : start + 4], tokens[start + 4 : start + 32]
+    config = {"attn_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **config)
+    for measurement, window in ((result, 36), (control, 16)):
+        losses = []
+        for first in (tokens[:4], passage):  # the passage before it; the passage itself
+            x = torch.cat((first, between, passage))
+            mask = hand_made_mask(folder, 35, window)
+            with torch.no_grad():
+                logits = model(x[None, :-1], attention_mask=mask, use_cache=False).logits[0]
+            losses.append(F.cross_entropy(logits[-3:], x[-3:]).item())
+        worth = losses[0] - losses[1]
+        assert measurement["parts"]["32"]["worth"][1] == pytest.approx(worth, abs=1e-5)
 
 
 @pytest.mark.usefixtures("pictures")
