@@ -2,6 +2,7 @@
 
 python -m scripts.copying RUN [RUN ...]
 python -m scripts.copying RUN [RUN ...] --lags 2048,8192,32768 --rope yarn
+python -m scripts.copying hf:NAME_OR_FOLDER --text FILES --window 1024
 
 A window is a passage of T / 4 held-out tokens (T: the training length), the text that follows it,
 and the passage again. The lag is the number of tokens from the first copy to the second. A second
@@ -19,6 +20,9 @@ undecided   the worth within T is less than twice its standard error over passag
 hurt        the loss on the second copy, with the first in view, is above the loss within T without
             it: a long context costs more than the copy gives, and any text that resembles the
             passage may sway the model as much. Such a worth is not drawn.
+
+Of a model of transformers, hf:, T is --window or else max_position_embeddings, and the held-out
+tokens are those of text files or of --data_dir: docs/elsewhere.md.
 
 Beside every run stands its control, the same weights with plain RoPE where each query sees the last
 T keys at most. From a lag of T on it sees no token of the first copy directly, so that what it
@@ -152,10 +156,12 @@ def copy_losses(run: Run, windows: NDArray[np.int64], lag: int) -> NDArray[np.fl
         x = torch.from_numpy(np.stack(batch)).to(run.device)
         with run.autocast():
             hidden = run.model.hidden(x[:, :-1])[:, lag:]
-            logits = run.model.logits(hidden).float()  # [n, size - 1, n_vocab]
-        losses = F.cross_entropy(logits.mT, x[:, lag + 1 :], reduction="none")
-        means.append(losses.double().mean(-1).cpu())
-    return torch.cat(means).numpy()
+            # a window at a time: the logits of all may take gigabytes
+            for window_hidden, targets in zip(hidden, x[:, lag + 1 :], strict=True):
+                logits = run.model.logits(window_hidden[None])[0].float()  # [size - 1, n_vocab]
+                losses = F.cross_entropy(logits, targets, reduction="none")
+                means.append(losses.double().mean().cpu())
+    return torch.stack(means).numpy()
 
 
 # ---- the table and the picture ----
@@ -244,6 +250,7 @@ COPYING = Evaluation(
     measure=measure,
     show=show,
     control=control,
+    takes_models=True,
 )
 main = as_command(COPYING)
 

@@ -4,6 +4,7 @@ python -m scripts.eval_length RUN [RUN ...] --lengths 1024,2048,4096
 python -m scripts.eval_length RUN [RUN ...] --lengths 1024,4096 --whole_documents
 python -m scripts.eval_length RUN [RUN ...] --lengths 20000 --tokens 2000000000 --per_position \
     --rope none --rope_theta 500000
+python -m scripts.eval_length hf:NAME_OR_FOLDER --text FILES --lengths 1024,4096 --window 1024
 
 Prints a table and draws a curve for every run: loss_by_length.png in the run's folder, or for
 several runs loss_by_length_RUN_RUN.png in the folder that contains them. The last command is Figure
@@ -24,6 +25,9 @@ documents, which have nothing to do with each other.
 A run that was trained with --document_mask is measured twice: apart, with attention within
 documents as in training, and joined, without the mask. --documents both measures other runs in both
 ways too, --documents trained every run as it was trained alone.
+
+A model of transformers, hf:, is measured on text files or --data_dir, with RoPE of its own; its
+--window is the T of the control. docs/elsewhere.md says which models.
 
 RUN/eval_length.json is a list of measurements, one for each combination of weights, tokens and
 settings. Lengths that it has are not measured again; new ones are added:

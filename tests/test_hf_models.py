@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from data.shards import read_shard, write_meta, write_shard
-from scripts import eval_length, passkey
+from scripts import copying, eval_length, passkey
 from scripts.common import hf_attention, hf_loading, runner
 from scripts.common.hf_models import read_model
 from tests.helpers import measured_losses, not_blank, set_meta
@@ -180,6 +180,31 @@ def test_in_one_layer_a_window_reads_each_position_with_its_last_keys_alone(save
         assert losses[i].item() == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.usefixtures("pictures", "small_tiles")
+def test_the_worth_of_a_copy(folder, text_file, call, capsys):
+    """Of the second of three passages, by hand: T = 16, passages of 4, a lag of 32."""
+    name = f"hf:{folder}"
+    call(copying, name, "--text", text_file, "--window=16", "--passages=3", "--lags=32")
+    result, control = json.loads((folder / "copying.json").read_text())
+    assert list(result["parts"]) == ["4", "8", "12", "32"]
+    assert f"{name}, sliding window of 16, 3 passages of 4 tokens" in capsys.readouterr().out
+    tokens = tokens_in(text_file)
+    start = len(tokens) // 3
+    passage, between = tokens[start : start + 4], tokens[start + 4 : start + 32]
+    config = {"attn_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **config)
+    for measurement, window in ((result, 36), (control, 16)):
+        losses = []
+        for first in (tokens[:4], passage):  # the passage before it; the passage itself
+            x = torch.cat((first, between, passage))
+            mask = hand_made_mask(folder, 35, window)
+            with torch.no_grad():
+                logits = model(x[None, :-1], attention_mask=mask, use_cache=False).logits[0]
+            losses.append(F.cross_entropy(logits[-3:], x[-3:]).item())
+        worth = losses[0] - losses[1]
+        assert measurement["parts"]["32"]["worth"][1] == pytest.approx(worth, abs=1e-5)
+
+
 @pytest.mark.usefixtures("pictures")
 def test_nothing_is_measured_twice_whatever_the_window(save, text_file, call, monkeypatch):
     folder = save("Llama")
@@ -326,7 +351,7 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
         ([name, *text, "--log_base=2"], "--log_base is for runs of this repository"),
         ([name, *text, "--rope=ntk"], "--rope ntk: of hf:"),
         ([name, *text, "--rope=yarn"], "needs --rope_factor N"),
-        ([gpt2, *text], "a length of 256 is beyond its learned positions, which end at 128"),
+        ([gpt2, *text], "a length of 256 is beyond its learned positions, which end at max_"),
         ([gpt2, *text, "--rope=yarn"], "no RoPE"),
         ([mamba, "--text", text_file], "has no max_position_embeddings: --window N says"),
         ([mamba, *text], "sees more than the keys of a window"),

@@ -93,7 +93,7 @@ def test_evaluations_take_it_as_a_run(tmp_path, call, pictures, refused):
     for length, loss in zip((16, 32), measured["loss"], strict=True):
         windows = [losses(reference, tokens[i : i + length + 1]) for i in range(0, 64, length)]
         assert loss == pytest.approx(torch.cat(windows).mean().item(), abs=1e-5)
-    says = "a length of 64 is beyond its learned positions, which end at 32"
+    says = "a length of 64 is beyond its learned positions, which end at block_size = 32"
     refused(call, eval_length, path, f"--data_dir={tmp_path}", "--lengths=64", says=says)
     refused(call, eval_length, path, says="data/shakespeare: no *_val_*.bin there")
 

@@ -117,9 +117,10 @@ def check_lengths(config: Config, lengths: Iterable[int]) -> None:
     """Raise UserError where a length is beyond the learned positions of a run with this config."""
     length = max(lengths)
     if config.longest is not None and length > config.longest:
+        name = "max_position_embeddings" if isinstance(config, ModelConfig) else "block_size"
         raise UserError(
             f"{config.out_dir}: a length of {length} is beyond its learned positions, which end "
-            f"at {config.longest}"
+            f"at {name} = {config.longest}"
         )
 
 
