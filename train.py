@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from config import Config, command_line
+from config import Config
 from errors import UserError, command
+from runtime.config_files import command_line
 
 if __name__ == "__main__":
     CONFIG = command(command_line)()  # help and mistakes come before imports that take seconds

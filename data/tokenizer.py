@@ -13,7 +13,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.vocabulary import BUILT_IN, END_OF_TEXT, TOKENIZER, end_of_text, tokenizer_file
+from data.vocabulary import (
+    BUILT_IN,
+    END_OF_TEXT,
+    TOKENIZER,
+    count_ids,
+    end_of_text,
+    tokenizer_file,
+)
 from errors import UserError
 from runtime.files import atomic_write
 
@@ -98,8 +105,7 @@ def open_file(path: str) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    n_vocab = 1 + max(vocabulary.values(), default=0)
+    n_vocab = count_ids(path)
     if n_vocab > MAX_IDS:
         raise UserError(f"{path}: {n_vocab:,} ids, but a shard's uint16 tokens have {MAX_IDS:,}")
     mark, eot = end_of_text(path)

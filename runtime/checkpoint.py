@@ -31,13 +31,14 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import torch
 
-from config import DATA_DIR, MAY_CHANGE, RECORDED, SCHEDULE, Config, shown
+from config import MAY_CHANGE, RECORDED, SCHEDULE, Config
 from data.shards import Identity, data_difference, identity_of
 from data.tokenizer import copy_tokenizer
 from errors import UserError, first_line
 from layers.heads import formulas_hash
 from model import GPT
 from optim import learning_rate
+from runtime.config_files import DATA_DIR, shown
 from runtime.device import environment, uncommitted
 from runtime.files import atomic_write, convert, read_json, sha256_of, write_json
 from runtime.run_folder import (

@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from config import Config, did_you_mean_run, find_data, saved_settings
+from config import Config
 from errors import UserError
+from runtime.config_files import did_you_mean_run, find_data, saved_settings
 from runtime.files import convert, read_json
 from runtime.nanogpt import as_ours, is_nanogpts, read_pt
 

@@ -41,7 +41,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from attention_paths.reference import NO_CONTEXT, Context
-from config import Config, load_config
+from config import Config
 from data.tasks import TASKS
 from errors import UserError, check_choice, command
 from generation import next_logits
@@ -51,6 +51,7 @@ from layers.documents import positions_in_documents
 from layers.selfcheck import check_kernels
 from model import GPT, compile_model
 from optim import build_optimizers
+from runtime.config_files import load_config
 from runtime.device import autocast, environment, memory_mb, open_device, pick_compile, pick_dtype
 from runtime.files import check_writable, write_json
 from scripts.common.command_line import Parser

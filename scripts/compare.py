@@ -45,18 +45,10 @@ from typing import Any
 # for a script that is run as a file: the repository's modules are not beside it
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from config import (
-    Config,
-    choices,
-    load_config,
-    names,
-    parse,
-    read_file,
-    require_known_setting,
-    shown,
-)
+from config import Config, choices, names
 from errors import UserError, command
 from layers.heads import check_attention
+from runtime.config_files import load_config, parse, read_file, require_known_setting, shown
 from scripts.common.command_line import lengths_of
 from scripts.common.labels import shortened
 from scripts.recall import RecallOptions

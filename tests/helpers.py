@@ -7,12 +7,13 @@ from pathlib import Path
 import matplotlib.image
 import torch
 
-from config import Config, load_config
+from config import Config
 from data.shards import read_shard, write_shard
 from layers.build import build_model
 from layers.heads import formulas_hash
 from model import GPT
 from runtime.checkpoint import Saver, Training, write_header
+from runtime.config_files import load_config
 from scripts.common.runner import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attention_paths.module import Attention
-from config import load_config
 from model import GPT, Trunk
+from runtime.config_files import load_config
 from runtime.files import read_json
 from scripts import benchmark
 

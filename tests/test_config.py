@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from config import Config, help_text, load_config, micro_batch_size, read_file
+from config import Config, micro_batch_size
 from errors import UserError
 from layers.heads import build_attention
 from runtime import run_folder
+from runtime.config_files import help_text, load_config, read_file
 from tests.helpers import CONFIGS, ROWS
 from train import main as train_main
 

@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounter
 
 from attention_paths import blocked, sdpa
 from attention_paths.reference import Context
-from config import load_config
 from data.loader import Batching, TokenLoader, validation_tokens
 from data.shards import read_shard, write_shard
 from errors import UserError
@@ -19,6 +18,7 @@ from generation import generate
 from layers.cache import KVCache
 from layers.documents import positions_in_documents
 from model import compile_model
+from runtime.config_files import load_config
 from tests.faults import arguments, finish, group
 from tests.faults import run as run_process
 from tests.helpers import small_config, small_model

@@ -17,13 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import train as training
-from config import SETTINGS, Config, load_config
+from config import SETTINGS, Config
 from data import text
 from data.shards import write_shard
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from layers.build import build_model
 from runtime import checkpoint, run_folder
+from runtime.config_files import load_config
 from scripts import sample
 from tests.helpers import SMALL, SMALLER, saved_run
 

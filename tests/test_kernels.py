@@ -18,12 +18,12 @@ import attention_paths.fused
 from attention import VARIANTS, Phi, Variant
 from attention_paths.fused import obstacle, variant_obstacle
 from attention_paths.reference import Context
-from config import load_config
 from data.tasks import TASKS
 from errors import UserError
 from generation import generate
 from layers.build import build_model
 from model import compile_model
+from runtime.config_files import load_config
 from tests.fused import (
     DEVICE,
     FUSED,

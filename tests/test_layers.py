@@ -14,6 +14,7 @@ LAYERS = (
     ("runtime.nanogpt",),
     ("runtime.hf_config",),
     ("config", "runtime.files", "runtime.source"),
+    ("runtime.config_files",),
     ("runtime.device", "runtime.distributed", "runtime.run_folder"),
     ("data", "attention"),
     ("attention_paths.kernels",),

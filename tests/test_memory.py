@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from config import load_config
 from layers.build import build_model
 from runtime import memory
+from runtime.config_files import load_config
 from runtime.memory import EAGER, estimate, fitting_batch_size
 from tests.helpers import CONFIGS
 

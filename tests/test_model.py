@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from attention import VARIANTS
 from attention_paths.factored import Factors
 from attention_paths.reference import Context
-from config import Config, load_config
+from config import Config
 from errors import UserError
 from generation import generate, next_logits
 from layers.build import build_model
@@ -19,6 +19,7 @@ from layers.rope import Rope, Rotation
 from layers.windows import limit_windows
 from model import MLP
 from optim import build_optimizers
+from runtime.config_files import load_config
 from tests import textbook
 from tests.helpers import CONFIGS, ROWS, small_config, small_model
 

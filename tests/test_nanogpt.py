@@ -5,10 +5,10 @@ import shutil
 import pytest
 import torch
 
-from config import load_config
 from data.shards import write_shard
 from errors import UserError
 from layers.build import build_model
+from runtime.config_files import load_config
 from runtime.pretrained import load_initial
 from scripts import eval_length
 from scripts.common.runner import load_run

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from config import Config, load_config
+from config import Config
 from layers.build import build_model
 from optim import ShardedMuon, build_optimizers, learning_rate, set_learning_rate
+from runtime.config_files import load_config
 from tests.helpers import SMALL
 
 BASE = {"learning_rate": 1.0, "warmup_iters": 10, "max_iters": 110}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from config import load_config
+from runtime.config_files import load_config
 from scripts.common.papers import LSSAR, SSMAX
 from scripts.reproduce.entries import open_scale
 from scripts.reproduce.tables import EXPERIMENTS, NORM_AND_PAIRS

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from config import load_config
 from data.orbits import PAIRS, G, draw_pair, simulated
 from layers.build import build_model
 from runtime import run_folder
+from runtime.config_files import load_config
 from scripts import eval_length, physics
 from scripts.common.runner import load_run
 from scripts.physics import Equation, PhysicsOptions, best_score, law, magnitude_task, vector_task

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from config import load_config
 from errors import UserError
 from layers.build import build_model
+from runtime.config_files import load_config
 from runtime.pretrained import load_initial
 
 transformers = pytest.importorskip("transformers")

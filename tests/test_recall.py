@@ -285,7 +285,7 @@ def test_the_accuracy_by_distance():
 
 def test_a_table_has_no_accuracy_below_the_training_length():
     parts = {"32": {"accuracy": 0.7}, "64": {"accuracy": 0.8}}
-    assert kinds.accuracies_if_learned({"trained_length": 64, "parts": parts}, None) == [None, 80.0]
+    assert kinds.accuracies_if_learned({"trained_length": 64, "parts": parts}) == [None, 80.0]
 
 
 def test_a_distance_of_few_answers_is_not_drawn():

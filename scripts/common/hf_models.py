@@ -17,13 +17,14 @@ import torch
 import torch.nn as nn
 from numpy.typing import NDArray
 
-from config import Config, find_data
+from config import Config
 from data.loader import validation_tokens
 from data.shards import check_ids, hash_shards, read_meta
 from data.tokenizer import Tokenizer, get_tokenizer
 from data.vocabulary import BUILT_IN, TOKENIZER
 from errors import UserError, first_line
 from runtime import run_folder
+from runtime.config_files import find_data
 from runtime.files import sha256_of
 from runtime.hf_config import PRETRAINED
 

@@ -4,8 +4,9 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from config import LEARNED, shortened, shown
+from config import LEARNED
 from runtime import run_folder
+from runtime.config_files import shortened, shown
 
 # The longest label of a run, in characters.
 LONGEST_LABEL = 40

@@ -18,7 +18,7 @@ MARKERS = "osD^v<>pPX*hd8H"
 MOST_TICKS = 16
 # The controls of scripts.common.validation in a legend.
 THIN = "thin: sliding window, plain RoPE"
-Values = Sequence[float] | np.ndarray
+Values = Sequence[Any] | np.ndarray  # numbers; None, of y and deviation, leaves a gap
 
 
 def save_picture(figure: Figure, path: Path) -> None:
@@ -209,6 +209,6 @@ def draw(axes: Axes, curve: Curve, i: int) -> None:
         markevery=1 if len(curve.x) <= 20 else 0.1,  # a share of the axes' diagonal
     )
     if curve.deviation is not None:
-        low = np.subtract(curve.y, curve.deviation)
-        high = np.add(curve.y, curve.deviation)
-        axes.fill_between(curve.x, low, high, color=color, alpha=0.2, lw=0)
+        y = np.array(curve.y, dtype=float)
+        deviation = np.array(curve.deviation, dtype=float)
+        axes.fill_between(curve.x, y - deviation, y + deviation, color=color, alpha=0.2, lw=0)

@@ -13,10 +13,11 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from config import Config, find_data
+from config import Config
 from data.loader import Batches, copy_to, inputs_and_targets, validation_tokens
 from data.shards import check_tokenizer
 from errors import UserError
+from runtime.config_files import find_data
 from scripts.common.command_line import option
 from scripts.common.hf_models import ModelConfig, tokens_of
 from scripts.common.options import EvaluationOptions

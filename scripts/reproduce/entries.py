@@ -10,9 +10,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from config import ROOT, Config, load_config, names, read_file, require_known_setting
+from config import ROOT, Config, names
 from errors import UserError
 from layers.rope import Rope
+from runtime.config_files import load_config, read_file, require_known_setting
 from scripts.common.papers import SSMAX
 from scripts.common.planned import PlannedRun
 

@@ -52,7 +52,7 @@ def loss(
         better="lower",
         evaluation=EVAL_LENGTH,
         options=options,
-        values=lambda measured, config: measured["loss"],
+        values=lambda measured: measured["loss"],
         draw=draw,
         **more,
     )
@@ -63,7 +63,7 @@ def loss_and_gain(
 ) -> Experiment:
     """Measure the loss by length, and what the longest context is worth beside a sliding window."""
 
-    def values(measured: dict, config: Config) -> list[float]:
+    def values(measured: dict) -> list[float]:
         return [*measured["loss"], measured["control"]["loss"][-1], gain(measured)]
 
     lower = ["lower"] * (len(multiples) + 1)
@@ -111,9 +111,10 @@ def loss_by_position(
             lengths=(length,), tokens=tokens, per_position=True, documents="trained", **opened
         )
 
-    def values(measured: dict, config: Config) -> list[float]:
+    def values(measured: dict) -> list[float]:
         curve = smoothed(only_part(measured)["loss_by_position"])
-        return [curve[position - 1] for position in lengths(shown, config)]
+        trained = measured["trained_length"]
+        return [curve[round(multiple * trained) - 1] for multiple in shown]
 
     return Experiment(
         title=title,
@@ -146,7 +147,7 @@ def downstream(title: str, paper: dict, scale: str = "124m") -> Experiment:
     columns = [column.split() for column in paper["columns"]]
     tasks = list(dict.fromkeys(task for task, metric in columns))
 
-    def values(measured: dict, config: Config) -> list[float]:
+    def values(measured: dict) -> list[float]:
         scores = []
         for task, metric in columns:
             score = measured["parts"][task]["scores"][task]["metrics"][metric]["value"]
@@ -198,7 +199,7 @@ def passkeys(title: str, entries: Entries, draw: Draw = pictures.together) -> Ex
     )
 
 
-def all_accuracies(measured: dict, config: Config) -> list[float]:
+def all_accuracies(measured: dict) -> list[float]:
     """Return the accuracy in percent at each length."""
     return list(accuracies(measured).values())
 
@@ -210,7 +211,7 @@ def recall(
     title: str,
     entries: Entries,
     multiples: Multiples,
-    values: Callable[[dict, Config], Sequence[float | None]],
+    values: Callable[[dict], Sequence[float | None]],
     task: str = "recall",
     draw: Draw = pictures.together,
     **more: Any,
@@ -232,7 +233,7 @@ def recall(
     )
 
 
-def accuracies_if_learned(measured: dict, config: Config) -> list[float | None]:
+def accuracies_if_learned(measured: dict) -> list[float | None]:
     """Return the accuracy in percent at each length; of a task that is not learned, at 1x alone."""
     known = learned(measured)
     trained = measured["trained_length"]

@@ -59,8 +59,8 @@ class Experiment:
 
     evaluation: Evaluation | None = None
     options: Callable[[Config], EvaluationOptions] = lambda config: EvaluationOptions()
-    # the columns of a run's measurement, at the scale with this config
-    values: Callable[[dict, Config], Sequence[float | None]] = lambda measured, config: []
+    # the columns of a run's measurement
+    values: Callable[[dict], Sequence[float | None]] = lambda measured: []
     curves: Callable[[dict], Curves] | None = None  # of a run's measurement
     read: Callable[..., Values] | None = None  # of a run, and of the runs of `needs`
     needs: tuple[Entry, ...] = ()  # whose runs are trained too
@@ -179,7 +179,7 @@ class Work:
         measured = runner.stored(experiment.evaluation, self.options(entry), run.folder)
         if measured is None:
             return None
-        values = experiment.values(measured, self.scale.config)
+        values = experiment.values(measured)
         if experiment.curves:
             measured["curves"] = experiment.curves(measured)
         return run.record(values, measured)

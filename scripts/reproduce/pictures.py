@@ -58,8 +58,7 @@ def curves_beside(table: dict) -> list[Curve]:
     label = f"{table['beside']['folder']}, {len(rows)} rows"
     curves = []
     for row in rows:
-        mean = drawable(row["mean"][: len(x)])
-        curves.append(Curve(label, x, mean, behind=True))
+        curves.append(Curve(label, x, row["mean"][: len(x)], behind=True))
     return curves
 
 
@@ -76,21 +75,10 @@ def with_band(
 ) -> Curve:
     """Return a curve of means; single seeds have no band."""
     if all(value is None for value in deviation):
-        return Curve(label, x, drawable(mean))
+        return Curve(label, x, mean)
     seeds = ranged([len(row["runs"]) for row in table["rows"].values()])
     band = f"± standard deviation, n = {seeds}"
-    return Curve(label, x, drawable(mean), drawable(deviation), band=band)
-
-
-def drawable(values: Sequence[float | None]) -> list[float]:
-    """Return the values with NaN for None, which leaves a gap in the curve."""
-    return [math.nan if value is None else value for value in values]
-
-
-def lengths_of(table: dict) -> list[int]:
-    """Return the multiples of a table in tokens, of the first entry's training length."""
-    trained = next(iter(first_seeds(table).values()))["trained_length"]
-    return [round(multiple * trained) for multiple in table["multiples"]]
+    return Curve(label, x, mean, deviation, band=band)
 
 
 def control_losses(runs: Sequence[dict]) -> list[float]:
@@ -108,9 +96,10 @@ def level_of_chance(table: dict) -> Curve | None:
     measured = next(iter(first_seeds(table).values()))
     if "recall" not in measured:
         return None
-    label = chance_label(measured["recall"])
-    levels = chances(measured, lengths_of(table))
-    return Curve(label, table["multiples"], levels, reference=True)
+    multiples = table["multiples"]
+    lengths = [round(multiple * measured["trained_length"]) for multiple in multiples]
+    levels = chances(measured, lengths)
+    return Curve(chance_label(measured["recall"]), multiples, levels, reference=True)
 
 
 def together(table: dict) -> Figure:

@@ -226,7 +226,7 @@ ENTROPY_AT = (0.25, 1.0, 4.0, 16.0)  # training lengths
 DEAD = ("near", "far", "all", "dead rows", "dead keys")
 
 
-def mapped(measured: dict, config: Config) -> list[float]:
+def mapped(measured: dict) -> list[float]:
     """Return the values of MAPPED, means over heads."""
     part = only_part(measured)
     return [mean_over_heads(part, name) for name in MAPPED]
@@ -241,27 +241,28 @@ def entropies(measured: dict) -> tuple[list[float], list[float]]:
     return part["keys"], means
 
 
-def entropy_by_keys(measured: dict, config: Config) -> list[float]:
+def entropy_by_keys(measured: dict) -> list[float]:
     """LSSAR Sect. 2.1.2: return entropy by the number of keys, and its slope beyond training.
 
     A query with n keys counts for the smallest power of 2 that is at least n.
     """
     keys, means = entropies(measured)
+    trained = measured["trained_length"]
     columns = []
     for multiple in ENTROPY_AT:
-        power = (at(multiple, config) - 1).bit_length()
+        power = (round(multiple * trained) - 1).bit_length()
         columns.append(means[power - 1])
     logs = []
     entropies_beyond = []
     for n, mean in zip(keys, means, strict=True):
-        if n >= config.block_size:
+        if n >= trained:
             logs.append(math.log(n))
             entropies_beyond.append(mean)
     slope = statistics.linear_regression(logs, entropies_beyond).slope
     return [*columns, slope]
 
 
-def dead_shares(measured: dict, config: Config) -> list[float]:
+def dead_shares(measured: dict) -> list[float]:
     """Return the shares of DEAD, means over layers and heads."""
     shares = mean_shares(measured)
     return [shares[name] for name in DEAD]
@@ -296,7 +297,7 @@ def physics(config: Config) -> PhysicsOptions:
     )
 
 
-def newton(measured: dict, config: Config) -> list[float]:
+def newton(measured: dict) -> list[float]:
     """Return the columns of TABLE3."""
     vectors, magnitudes = measured["parts"].values()
     powers = [law["powers"] for law in magnitudes["laws"]]
@@ -327,7 +328,7 @@ def equations(table: dict) -> list[str]:
 # ---- copies in text ----
 
 
-def copied(measured: dict, config: Config) -> list[float | None]:
+def copied(measured: dict) -> list[float | None]:
     """Return the worth of a copy by lag, None where it hurts, and the share kept at the last."""
     shares = shares_kept(measured)
     lags = sorted(int(lag) for lag in measured["parts"])

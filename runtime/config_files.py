@@ -1,0 +1,261 @@
+"""Configs from files and the command line: config files, --key=value, and what a run has saved.
+
+Nothing here imports torch, so that help and refusals come at once.
+"""
+
+import ast
+import hashlib
+import os
+import runpy
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from config import GROUPS, LEARNED, MAY_CHANGE, ROOT, SETTINGS, TYPES, Config, choices, names
+from data.vocabulary import BUILT_IN, TOKENIZER
+from errors import UserError, did_you_mean, nearest
+from runtime.files import read_json
+from runtime.hf_config import pretrained_settings
+
+# A file in a run's folder: the absolute path of the run's data_dir.
+DATA_DIR = "data_dir.txt"
+
+
+def command_line() -> Config:
+    """The Config of this process's command line; --help prints the settings and ends it."""
+    if "--help" in sys.argv or "-h" in sys.argv:
+        print(help_text(), flush=True)
+        sys.exit()
+    return load_config(sys.argv[1:])
+
+
+def load_config(arguments: list[str]) -> Config:
+    """The Config of a command line: config files from left to right, then --key=value.
+
+    Takes `["configs/lssar_p15.py", "configs/scales/tiny.py", "--p=3"]`, and `--key` alone for a
+    bool. A run's folder or its config.json stands for the run's settings, and `--resume` with an
+    out_dir needs no file at all. With --init_from=hf:NAME or nanogpt:FILE the sizes that are not
+    set come from there. Raises UserError for a missing file, an unknown setting (naming the nearest
+    one), a wrong type, and values that contradict each other.
+    """
+    values: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
+    files: list[Path] = []
+    names_given: list[str] = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            key, equals, text = argument[2:].partition("=")
+            require_known_setting(key, "the command line")
+            if not equals and bool not in TYPES[key]:
+                raise UserError(f"--{key} needs a value: --{key}=VALUE")
+            overrides[key] = parse(key, text if equals else "True")
+        else:
+            file = Path(argument)
+            settings = read_file(argument)
+            # scales say how large a run is, not what it is of
+            is_variant = file.suffix == ".py" and "scales" not in file.parts
+            names_given.append(str(settings.pop("name", "")) or (file.stem if is_variant else ""))
+            values |= settings
+            files.append(file)
+    if overrides.get("resume") is True:
+        run = overrides.get("out_dir", "")
+        if not files and os.path.isfile(os.path.join(run, "config.json")):
+            values = read_run(run)
+        values.pop("init_from", None)  # the run has begun
+    values |= overrides
+    config = Config(**values | pretrained_settings(values))
+    return config.replace(
+        name=config.name or named(filter(None, names_given), overrides, ["attention", "p"]),
+        out_dir=filled_out_dir(config) or default_out_dir(files, overrides, config),
+        data_dir=find_data(config.data_dir),
+    )
+
+
+def named(files: Iterable[str], settings: dict[str, Any], keys: Iterable[str]) -> str:
+    """The names of config files, and the settings with these keys; "" without a file."""
+    name = "_".join(files)
+    if not name:
+        return ""
+    assignments = [f"{key}={shown(settings[key])}" for key in keys if key in settings]
+    return ",".join([name, *assignments]).replace(os.sep, "-")
+
+
+def default_out_dir(files: Sequence[Path], settings: dict[str, Any], config: Config) -> str:
+    """The folder of a run: its config files, and settings with which it would be another run."""
+    keys = [key for key in LEARNED if key not in MAY_CHANGE]
+    if not files:
+        keys = [key for key in keys if key not in ("attention", "p")]  # they name the variant
+    stems = [file.stem for file in files] or [config.variant_name]
+    return f"out/{shortened(named(stems, settings, keys), longest=100)}"
+
+
+def shortened(name: str, longest: int = 55) -> str:
+    """A name that fits file systems: a longer one ends in a hash of all of it."""
+    if len(name) <= longest:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: longest - 9]}_{digest}"
+
+
+def shown(value: Any) -> str:
+    """A setting's value in a name: 7 for 7.0, none for an empty one."""
+    return f"{value:g}" if isinstance(value, float) else str(value) or "none"
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The settings that a config file assigns, or the settings of a run.
+
+    A config file may also define modules, functions, names with a leading underscore, and values
+    that it uses. Raises UserError for a value that it does not use, and for a name that resembles
+    a setting's.
+    """
+    if os.path.isdir(path) or os.path.basename(path) == "config.json":
+        return read_run(path.removesuffix("config.json"))
+    if not os.path.isfile(path):
+        files = [*(ROOT / "configs").rglob("*.py"), *Path(path).parent.glob("*.py")]
+        hint = did_you_mean_run(path)
+        if not hint or path.endswith(".py"):
+            hint = did_you_mean(path, (os.path.relpath(file) for file in files))
+        raise UserError(
+            f"config file or run {path} does not exist; {hint}settings are written --key=value"
+        )
+    if not path.endswith(".py"):  # runpy would run code in a zip file, which a checkpoint is
+        raise UserError(f"{path} is no config file (.py); give a run by its folder")
+    try:
+        assigned = runpy.run_path(path)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"config file {path} fails: {type(error).__name__}: {error}") from error
+    unused = names_only_assigned(Path(path))
+    values = {}
+    for key, value in assigned.items():
+        if key in SETTINGS:
+            values[key] = value
+        elif not (key.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
+            if key in unused or did_you_mean(key, SETTINGS, cutoff=0.8):
+                require_known_setting(key, path)
+    return values
+
+
+def did_you_mean_run(path: str | Path) -> str:
+    """Return a question with the nearest run or checkpoint beside a path; "" if none is near.
+
+    A longer name that begins with the path's is near: it may have a setting more.
+    """
+    path = Path(path)
+    runs = [file.parent.name for file in path.parent.glob("*/config.json")]
+    names = [*runs, *(file.name for file in path.parent.glob("*.pt"))]
+    others = [name for name in names if name != path.name]
+    longer = [name for name in others if name.startswith(path.name)]
+    near = nearest(path.name, longer, cutoff=0.0) or nearest(path.name, others)
+    return "" if near is None else f"did you mean {path.parent / near}? "
+
+
+def names_only_assigned(path: Path) -> set[str]:
+    """The names that a Python file assigns but never reads."""
+    assigned = set()
+    read = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                assigned.add(name)
+            case ast.Name(id=name, ctx=ast.Load()):
+                read.add(name)
+    return assigned - read
+
+
+def read_run(folder: str) -> dict[str, Any]:
+    """The settings in the config.json of a run; out_dir is the folder where it is found."""
+    path = Path(folder, "config.json")
+    values = read_json(path)
+    if values is None:
+        raise UserError(f"{path.parent} is a folder without config.json: no run of train.py")
+    out_dir = str(path.parent).replace("{", "{{").replace("}", "}}")
+    return saved_settings(values, path) | {"resume": False, "out_dir": out_dir}
+
+
+def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
+    """The settings in a file of a run, with the run's own copy of its tokenizer.
+
+    A relative data_dir that is not here is the folder that the run read.
+    """
+    if not isinstance(values, dict) or "attention" not in values:
+        raise UserError(f"{source}: it does not hold the settings of a run")
+    for key in values:
+        if key not in SETTINGS:
+            raise UserError(
+                f"{source} has {key!r}, which is not a setting here: the run's environment.json "
+                "names the commit that wrote it"
+            )
+    folder = Path(source).parent
+    copy = folder / TOKENIZER
+    if values.get("tokenizer", "gpt2") not in BUILT_IN and copy.is_file():
+        values = values | {"tokenizer": str(copy)}
+    path = folder / DATA_DIR
+    data_dir = values.get("data_dir")
+    if isinstance(data_dir, str) and path.is_file() and not os.path.exists(find_data(data_dir)):
+        values = values | {"data_dir": path.read_text(errors="replace").strip()}
+    return values
+
+
+def find_data(data_dir: str) -> str:
+    """The folder of shards: the repository's, where the current folder has none of this name."""
+    in_repository = os.path.join(ROOT, data_dir)
+    if os.path.isdir(in_repository) and not os.path.exists(data_dir):
+        return in_repository
+    return data_dir
+
+
+def require_known_setting(key: str, where: str) -> None:
+    if key not in SETTINGS:
+        hint = did_you_mean(key, SETTINGS)
+        raise UserError(
+            f"{where} sets {key!r}, which is not a setting; {hint}python train.py --help lists them"
+        )
+
+
+def parse(key: str, text: str) -> Any:
+    """The value of an argument's text; text that cannot be parsed is left to the type check."""
+    if bool in TYPES[key] and text.capitalize() in ("True", "False", "None"):
+        text = text.capitalize()
+    elif str in TYPES[key]:
+        return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
+def filled_out_dir(config: Config) -> str:
+    """out_dir with the settings that it names in braces filled in: {p} is 7 for 7.0."""
+    values = config.as_dict()
+    for key, value in values.items():
+        if isinstance(value, float):
+            values[key] = shown(value)
+    try:
+        return config.out_dir.format(**values)
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"out_dir = {config.out_dir!r} may name settings in braces, as in out/p{{p}}, but this "
+            f"fails: {error}"
+        ) from error
+
+
+def help_text() -> str:
+    """The text that `python train.py --help` prints."""
+    lines = [
+        "usage: train.py [CONFIG.py ...] [--key=value ...]",
+        "       train.py --resume RUN [--key=value ...]",
+        "",
+        "Config files apply left to right, then the command line, over these defaults:",
+    ]
+    for group in GROUPS.values():
+        lines += ["", f"{group}:"]
+        for name in names(group):
+            option = f"  --{name}={getattr(Config, name)!r}"
+            line = f"{option:36} {SETTINGS[name]['help']}"
+            if choices(name):
+                line += f" ({', '.join(map(str, choices(name)))})"
+            lines.append(line)
+    return "\n".join(lines)
