@@ -125,3 +125,10 @@ def test_the_recipe_of_ssmax():
     assert recipe.pop("tokens") == f"approximately {tokens / 1e9:.0f}B"
     # bfloat16 is a GPU's default here, there is no dropout, and the data are FineWeb
     assert recipe == {"dropout": 0.0, "dtype": "bfloat16", "dataset": "SlimPajama"}
+
+
+def test_losses_across_documents_come_first():
+    """Whichever of them the run was trained with."""
+    values = EXPERIMENTS["documents"].values
+    assert values({"loss": [1, 2], "joined": {"loss": [3, 4]}}) == [3, 4, 1, 2]
+    assert values({"loss": [1, 2], "apart": {"loss": [3, 4]}}) == [1, 2, 3, 4]

@@ -76,6 +76,30 @@ def loss_and_gain(
     )
 
 
+def loss_joined_and_apart(
+    title: str, entries: Entries, multiples: Multiples, **more: Any
+) -> Experiment:
+    """Measure the loss across documents by length, then within documents, of every run."""
+
+    def options(config: Config) -> LossOptions:
+        return LossOptions(
+            lengths=lengths(multiples, config), tokens=config.val_tokens, documents="both"
+        )
+
+    def values(measured: dict) -> list[float]:
+        # what a run was trained with has no name of its own
+        across = measured.get("joined", measured)
+        within = measured.get("apart", measured)
+        return [*across["loss"], *within["loss"]]
+
+    return replace(
+        loss(title, entries, multiples, **more),
+        columns=tuple(f"{multiple:g}x, apart" for multiple in multiples),
+        options=options,
+        values=values,
+    )
+
+
 def smaller_windows(table: dict) -> list[str]:
     """Name the entries whose control has a smaller window than the training length."""
     entries = []

@@ -64,6 +64,7 @@ from scripts.reproduce.kinds import (
     loss,
     loss_and_gain,
     loss_by_position,
+    loss_joined_and_apart,
     only_part,
     passkeys,
     recall,
@@ -162,6 +163,23 @@ NORM_AND_PAIRS = {
     for config in ("softmax", "softmax_logn", "ssmax", "lssa", "lssar_p15", "scale_invariant")
 }
 NORM_AND_PAIRS_ENTRIES = tuple(itertools.chain.from_iterable(NORM_AND_PAIRS.values()))
+
+
+def by_documents(config: str) -> tuple[Entry, ...]:
+    """Return a config with and without document_mask, in the stream and in aligned windows."""
+    entries = []
+    for windows, align in (("stream", False), ("aligned", True)):
+        for attention, mask in (("joined", False), ("apart", True)):
+            settings = {"document_mask": mask, "align_documents": align}
+            run = f"{config}_{windows}_{attention}"
+            entries.append(replace(config_entry(config), run=run, settings=settings))
+    return tuple(entries)
+
+
+DOCUMENTS = {
+    config: by_documents(config) for config in ("softmax", "ssmax", "lssar_p15", "hybrid_ssmax")
+}
+DOCUMENTS_ENTRIES = tuple(itertools.chain.from_iterable(DOCUMENTS.values()))
 
 
 def by_positions(normaliser: str) -> dict[str, Entry]:
@@ -412,6 +430,17 @@ EXPERIMENTS = {
         draw=grouped(NORM_AND_PAIRS_ENTRIES, pictures.by_kind(NORM_AND_PAIRS)),
         note=(
             "RoPE turns all pairs of a head, or the faster half. `:plain_rope` has no dynamic NTK."
+        ),
+    ),
+    "documents": loss_joined_and_apart(
+        title="Attention within documents, and windows that begin at a document",
+        entries=DOCUMENTS_ENTRIES,
+        multiples=(1, 4, 16),
+        draw=grouped(DOCUMENTS_ENTRIES, pictures.by_kind(DOCUMENTS)),
+        note=(
+            "`apart`: trained with document_mask, `joined`: without; `aligned`: with "
+            "align_documents. Each run is measured across documents and, in the last columns, "
+            "within documents."
         ),
     ),
     "league": loss_and_gain(
