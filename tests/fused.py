@@ -47,10 +47,9 @@ SETTINGS = {
     "softpick.py --forget=True --softcap=3 --window=9": (18, 20),
     "lssar_p15.py --document_mask": (70, 70),
     "lssa.py --document_mask --n_kv_head=1": (5, 50),
-    "sigmoid_logn.py --document_mask --window=24": (50, 50),
+    "sigmoid_logn.py --document_mask --window=24": (35, 45),
     "ssmax_bias.py --document_mask --positions=alibi --sink=learned --window=8": (33, 50),
     "lssar_p3.py --document_mask --forget=True --softcap=3 --window=12": (21, 21),
-    "softpick.py --document_mask --forget=True --n_kv_head=1": (18, 24),
 }
 
 # The tokens with which documents begin in the first sequence of a batch, at a tile's border and

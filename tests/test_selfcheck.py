@@ -106,9 +106,11 @@ def test_kernels_that_join_documents_are_replaced(automatic, monkeypatch, capsys
         return fused(layer, q, k, v, replace(context, document_positions=None))
 
     monkeypatch.setattr(module, "fused", joining)
+    monkeypatch.setattr(selfcheck, "ODD", 13)
+    monkeypatch.setattr(selfcheck, "EVEN", 16)
     _, facts = check("lssa.py", "--document_mask")
     assert facts["attention_path"] == "blocked"
-    assert re.search("output with 64 keys differs", capsys.readouterr().err)
+    assert re.search("output with 13 keys differs", capsys.readouterr().err)
 
 
 def test_too_little_memory_is_no_reason_for_another_path(automatic, monkeypatch):
