@@ -3,10 +3,12 @@
 python -m scripts.attention_maps RUN [RUN ...] --layer -1
 python -m scripts.attention_maps RUN [RUN ...] --text "Some other text." --lengths 1024,16384
 python -m scripts.attention_maps RUN [RUN ...] --distances
+python -m scripts.attention_maps hf:NAME_OR_FOLDER --files FILES --lengths 1024,16384
 
 Draws RUN/attention_maps.png, the weights of all heads of a layer on a text. Prints a table for the
 text, and for each length a table for the same validation tokens, with a line for every run. The
-model reads the text without end-of-text before it.
+model reads the text without end-of-text before it, and a model of transformers (hf:) with what its
+tokenizer puts before a text. The latter's validation tokens are those of --files or --data_dir.
 
 A row is the weights of one query over the n keys that it sees: all keys up to its own position, or
 the last of them in a head with a window. The first query sees a single key and is left out. The
@@ -42,7 +44,7 @@ RUN/attention_maps.json is a list of measurements; what it has is not measured a
     variant, seed, checkpoint, step, sha256, trained_length, dtype
     rope, rope_factor, rope_theta, log_base
     layer               from 0
-    head_windows        by layer, the most keys that each head sees in a row; null: all
+    head_windows        by layer, the most keys that each head sees in a row; null: all; of runs
     data_dir, tokens    of the validation tokens; null and 0 for a text alone
     parts               {"1024 tokens": {...}, "text: Some other text.": {...}}, each with
         length          of a window
@@ -64,6 +66,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +83,14 @@ from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import head_windows, layer_attention_weights
 from scripts.common.command_line import option
-from scripts.common.hf_models import AnyRun
+from scripts.common.hf_loading import CausalLM
+from scripts.common.hf_models import (
+    AnyRun,
+    ModelConfig,
+    encode,
+    open_tokenizer,
+    require_tokenizer,
+)
 from scripts.common.papers import LSSAR
 from scripts.common.plots import Curve, draw_curves, panels
 from scripts.common.runner import (
@@ -115,13 +125,23 @@ class MapOptions(LengthOptions, TextOptions):
 
     layer: int = option(-1, "layer to map: 0 is the first, -1 the last")
     text: str = option(TEXT, "text to map; empty: none (default: that of LSSAR's Figure A1)")
+    files: tuple[str, ...] | None = option(None, "text files to measure hf: models on")
     tokens: int = option(32768, "validation tokens at each length; 0: only the text", at_least=0)
     distances: bool = option(False, "also measure positive weights by distance in all layers")
 
+    def text_files(self) -> tuple[str, ...]:
+        return self.files or ()
+
     def ids(self, config: Config) -> list[int]:
         """The tokens of the text."""
-        ids = get_tokenizer(config.tokenizer).encode(self.text)
-        if self.text and not 2 <= len(ids) <= MAP_TOKENS:
+        if not self.text:
+            return []
+        if isinstance(config, ModelConfig):
+            tokenizer = require_tokenizer(config, "--text '' leaves out the text")
+            ids = encode(tokenizer, self.text, add_special_tokens=True)
+        else:
+            ids = get_tokenizer(config.tokenizer).encode(self.text)
+        if not 2 <= len(ids) <= MAP_TOKENS:
             raise UserError(f"--text has {len(ids)} tokens; a map takes 2 to {MAP_TOKENS}")
         return ids
 
@@ -160,8 +180,11 @@ def identify(options: MapOptions, config: Config) -> dict:
             "document_mask"
         )
     options.ids(config)
-    model = outline(config, options.window)
-    facts = {"layer": options.layer_of(config), "head_windows": head_windows(model)}
+    facts: dict[str, Any] = {"layer": options.layer_of(config)}
+    if not isinstance(config, ModelConfig):
+        facts["head_windows"] = head_windows(outline(config, options.window))
+    elif options.distances:
+        raise UserError(f"--distances is for runs of this repository, not for {config.label}")
     if not (options.tokens or options.distances):
         return facts | NO_TEXT | {"tokens": 0}
     if min(options.lengths_of(config), default=2) < 2:
@@ -239,26 +262,25 @@ def measure_rows(run: Run, layer: int, windows: Iterable[Tensor]) -> dict:
     sums: dict[str, Tensor] = {}
     for idx in windows:
         length = idx.shape[1]
-        statistics = weights(run, layer, idx, row_statistics).double()
-        keys = visible_keys(head_windows(run.model)[layer], length)
-        for name, values in group_sums(statistics, keys).items():
+        statistics, keys = weights(run, layer, idx, row_statistics)
+        for name, values in group_sums(statistics.double(), keys).items():
             sums[name] = sums.get(name, 0) + values
     return summary(sums, length)
 
 
 def weights(
     run: Run, layer: int, idx: Tensor, reduce: Callable[[Tensor], Tensor] = lambda A: A
-) -> Tensor:
-    """`reduce` of the layer's weights [H, L, L] for idx [1, L]."""
+) -> tuple[Tensor, Tensor]:
+    """`reduce` of the layer's weights [H, L, L] for idx [1, L], and its rows' keys [H, L]."""
+    idx = idx.to(run.device)
     with run.autocast():
+        if isinstance(run.model, CausalLM):
+            A, keys = run.model.attention_weights(idx, layer, reduce)
+            return A[0].cpu(), keys.cpu().expand(A.shape[1], -1)
         (A,) = layer_attention_weights(
-            run.model,
-            idx.to(run.device),
-            rows=slice(None),
-            reduce=reduce,
-            layers=slice(layer, layer + 1),
+            run.model, idx, rows=slice(None), reduce=reduce, layers=slice(layer, layer + 1)
         )
-    return A[0].cpu()
+    return A[0].cpu(), visible_keys(head_windows(run.model)[layer], idx.shape[1])
 
 
 def visible_keys(windows: list[int | None], length: int) -> Tensor:
@@ -461,12 +483,15 @@ def draw_run(options: MapOptions, path: AnyRun, measurement: dict) -> Figure | N
     run = load_run(path, options)
     layer = measurement["layer"]
     ids = options.ids(run.config)
-    A = weights(run, layer, torch.tensor([ids]))
-    return plot_maps(run, layer, ids, A)
+    A, keys = weights(run, layer, torch.tensor([ids]))
+    return plot_maps(run, layer, ids, A, keys)
 
 
-def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
-    """All heads' weights A [H, L, L] on token ids [L], one panel each, clamped as in Figure A1."""
+def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor, keys: Tensor) -> Figure:
+    """All heads' weights A [H, L, L] on token ids [L], one panel each, clamped as in Figure A1.
+
+    `keys` [H, L] is the number that each row sees.
+    """
     heads, length, _ = A.shape
     low = 0.0
     colours = "viridis"
@@ -475,7 +500,6 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
         colours = "RdBu_r"
     position = torch.arange(length)
     distance = position[:, None] - position
-    keys = visible_keys(head_windows(run.model)[layer], length)
     hidden = (distance < 0) | (distance >= keys[..., None])
     maps = A.masked_fill(hidden, math.nan).numpy()
     figure, all_axes = panels(heads)
@@ -483,7 +507,7 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
         image = axes.imshow(maps[head], vmin=low, vmax=CLAMP, cmap=colours)
         axes.set_title(f"head {head}", fontsize="small")
         if length <= WORDS:
-            words = [printable(run.config.tokenizer, token) for token in ids]
+            words = [printable(run.config, token) for token in ids]
             axes.set_xticks(range(length), words, rotation=90, fontsize=5)
             axes.set_yticks(range(length), words, fontsize=5)
     clamped = f"weights clamped to [{low:g}, {CLAMP:g}]; rows are queries"
@@ -492,9 +516,12 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor) -> Figure:
     return figure
 
 
-def printable(tokenizer: str, token: int) -> str:
+def printable(config: Config, token: int) -> str:
     """The text of a token in ASCII; matplotlib would read $ as the start of a formula."""
-    text = get_tokenizer(tokenizer).decode([token])
+    if isinstance(config, ModelConfig):
+        text = open_tokenizer(config.source).decode([token])
+    else:
+        text = get_tokenizer(config.tokenizer).decode([token])
     return ascii(text)[1:-1].replace("$", r"\$")
 
 
@@ -507,6 +534,7 @@ ATTENTION_MAPS = Evaluation(
     show=show,
     align=align,
     draw_run=draw_run,
+    takes_models=True,
 )
 main = as_command(ATTENTION_MAPS)
 

@@ -153,7 +153,8 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
         assert not_blank(run / "weights_by_distance.png")
         assert not_blank(run / "attention_maps.png")
     # what a head's window hides is white, as what comes after
-    figure = attention_maps.plot_maps(load_run(run), 1, ids[0].tolist(), layers[1][0])
+    keys = torch.from_numpy(visible.sum(-1))
+    figure = attention_maps.plot_maps(load_run(run), 1, ids[0].tolist(), layers[1][0], keys)
     for head in range(2):
         (image,) = figure.axes[head].images
         assert image.get_array().count() == visible[head].sum()

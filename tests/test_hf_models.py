@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from data.shards import read_shard, write_meta, write_shard
-from scripts import copying, eval_length, passkey
+from scripts import attention_maps, copying, eval_length, passkey
 from scripts.common import hf_attention, hf_loading, runner
 from scripts.common.hf_models import read_model
 from tests.helpers import measured_losses, not_blank, set_meta
@@ -205,6 +205,40 @@ def test_the_worth_of_a_copy(folder, text_file, call, capsys):
         assert measurement["parts"]["32"]["worth"][1] == pytest.approx(worth, abs=1e-5)
 
 
+@pytest.mark.usefixtures("small_tiles")
+def test_the_sink(folder, text_file, call, capsys, pictures):
+    """The first token's share and the other columns, of a layer with the model's own window."""
+    name = f"hf:{folder}"
+    arguments = [name, "--files", text_file, "--lengths=32", "--tokens=64", "--text=a few words"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    for layer in (0, 1):
+        call(attention_maps, *arguments, f"--layer={layer}")
+        result = json.loads((folder / "attention_maps.json").read_text())[-1]
+        assert result["layer"] == layer
+        assert f"{name} " in capsys.readouterr().out
+        assert pictures.pop() == folder / "attention_maps.png"
+        windows = tokens_in(text_file)[:64].view(2, 32)
+        with torch.no_grad():
+            A = model(windows, output_attentions=True).attentions[layer]  # [2, H, 32, 32]
+        keys = (A[0, 0] > 0).sum(-1)
+        if folder.name == "Gemma3Text" and layer == 0:
+            assert keys.max() == 12
+        else:
+            assert keys.tolist() == list(range(1, 33))
+        rows = A[:, :, 1:].double()  # without the first query
+        entropy = torch.special.entr(rows).sum(-1)
+        share = entropy / keys[1:].double().log()
+        for column, expected in (
+            ("first_token", rows[..., 0]),
+            ("entropy", entropy),
+            ("entropy_share", share),
+            ("sum", rows.sum(-1)),
+            ("zeros", torch.zeros(2, 4, 31)),
+        ):
+            measured = result["parts"]["32 tokens"]["heads"][column]
+            assert measured == pytest.approx(expected.mean((0, 2)).tolist(), abs=1e-5), column
+
+
 @pytest.mark.usefixtures("pictures")
 def test_nothing_is_measured_twice_whatever_the_window(save, text_file, call, monkeypatch):
     folder = save("Llama")
@@ -344,7 +378,8 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
     text = ["--text", text_file, "--lengths=16,256", "--window=16"]
     (tmp_path / "empty").mkdir()
     for arguments, says in (
-        ([name, "--lengths=16"], "by either text files or --data_dir SHARDS"),
+        ([name, "--lengths=16"], "has no text: give it text files, or --data_dir SHARDS"),
+        ([name, *text, f"--data_dir={shards}"], "a model is measured on one text"),
         ([name, run, *text], f"{run} is a run"),
         ([run, *text[:2]], "is measured on shards: `python -m data.text FILES` makes them"),
         ([name, *text, "--p=2"], "--p is for runs of this repository"),
@@ -361,6 +396,9 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
     ):
         refused(call, eval_length, *arguments, says=says)
     refused(call, passkey, name, says="passkey measures runs of this repository")
+    maps = ["--files", text_file, "--lengths=16", "--tokens=64"]
+    refused(call, attention_maps, name, *maps, "--distances", says="--distances is for runs")
+    refused(call, attention_maps, mamba, *maps, "--window=16", says="layer 1 of this model has no")
     call(eval_length, mamba, *text[:2], "--lengths=16,64", "--window=16", "--no_control")
 
 

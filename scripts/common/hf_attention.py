@@ -100,7 +100,7 @@ def attend(
         y, A = compute(layer, *tile, visible[..., keys], **options)
         outputs.append(y)
         if is_recorded:
-            tiles.rows.append(tiles.reduce(F.pad(A, (first, L - stop))))
+            tiles.rows.append(tiles.reduce(F.pad(A.float(), (first, L - stop))))
             tiles.keys.append(visible[0, 0].sum(-1))
     return torch.cat(outputs, dim=1), None
 

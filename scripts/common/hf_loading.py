@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError, first_line
-from scripts.common.hf_attention import NAME, use_tiles
+from scripts.common.hf_attention import NAME, attention_layers, use_tiles
 from scripts.common.hf_models import LOADING_ERRORS, ModelConfig, beginning_of_text, load_config
 from scripts.common.options import Options
 
@@ -59,6 +60,27 @@ class CausalLM:
             return self.model(input_ids=idx, use_cache=False).logits
         finally:
             del self.trunk.forward  # that of its class again
+
+    @torch.no_grad()
+    def attention_weights(
+        self, idx: Tensor, layer: int, reduce: Callable[[Tensor], Tensor] = lambda A: A
+    ) -> tuple[Tensor, Tensor]:
+        """Return a layer's attention weights [B, H, L, L] for idx [B, L], and its rows' keys [L].
+
+        The weights are reduced as by evaluation.layer_attention_weights; the keys are the number
+        that each row sees. Raises UserError where the layer does not show its weights.
+        """
+        self.tiles.rows.clear()
+        self.tiles.keys.clear()
+        self.tiles.reduce = reduce
+        for module in attention_layers(self.model):
+            if getattr(module, "layer_idx", None) == layer:
+                self.tiles.recorded = module
+        self.hidden(idx)
+        self.tiles.recorded = None
+        if not self.tiles.rows:
+            raise UserError(f"layer {layer} of this model has no attention that shows its weights")
+        return torch.cat(self.tiles.rows, dim=2), torch.cat(self.tiles.keys)
 
     @torch.no_grad()
     def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:

@@ -70,12 +70,9 @@ class ModelConfig(Config):
         return tokenizer.eos_token_id
 
     def with_text(self, files: Sequence[str], data_dir: str | None) -> "ModelConfig":
-        """The same model on text files or on shards. Raises UserError unless it is one of both."""
-        if bool(files) == bool(data_dir):
-            raise UserError(
-                f"{self.label}: say which text to measure it on, by either text files or "
-                "--data_dir SHARDS"
-            )
+        """The same model on text files or on shards. Raises UserError if it is both."""
+        if files and data_dir:
+            raise UserError(f"{files[0]} or --data_dir {data_dir}: a model is measured on one text")
         data_dir = find_data(data_dir) if data_dir else ", ".join(files)
         return self.replace(text=tuple(files), data_dir=data_dir)  # type: ignore[return-value]
 
@@ -179,6 +176,8 @@ def commit_of(source: str) -> str:
 
 def tokens_of(config: ModelConfig, wanted: int) -> NDArray[np.integer]:
     """The first `wanted` tokens of the text, and a last target, if they are tokens of the model."""
+    if not config.data_dir:
+        raise UserError(f"{config.label} has no text: give it text files, or --data_dir SHARDS")
     if config.text:
         return text_tokens(config)[: wanted + 1]
     tokens = validation_tokens(config.data_dir, wanted, config.text_ids)
@@ -196,9 +195,7 @@ def hash_text(config: Config) -> str:
 @functools.lru_cache(1)  # an evaluation asks several times
 def text_tokens(config: ModelConfig) -> NDArray[np.integer]:
     """The tokens of text files, each with end-of-text before it if the tokenizer has one."""
-    tokenizer = open_tokenizer(config.source)
-    if tokenizer is None:
-        raise UserError(f"{config.label} has no tokenizer: --data_dir SHARDS needs none")
+    tokenizer = require_tokenizer(config, "--data_dir SHARDS needs none")
     ids: list[int] = []
     for file in config.text:
         try:
@@ -225,6 +222,14 @@ def open_tokenizer(source: str) -> Any:
     # where there are no files transformers makes an empty one
     is_empty = set(encode(tokenizer, "a text")) <= set(tokenizer.all_special_ids)
     return None if is_empty else tokenizer
+
+
+def require_tokenizer(config: ModelConfig, hint: str) -> Any:
+    """The tokenizer of a model. Raises UserError with a hint where it has none."""
+    tokenizer = open_tokenizer(config.source)
+    if tokenizer is None:
+        raise UserError(f"{config.label} has no tokenizer: {hint}")
+    return tokenizer
 
 
 def encode(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
