@@ -149,10 +149,10 @@ class RopeTable(nn.Module):
         With the positions of these tokens in their documents [B, L], each document is scaled as it
         is alone.
         """
-        if document_positions is not None and self.rope.scaling != "none":
+        is_scaled = self.rope.scaling != "none"
+        if is_scaled and document_positions is not None:
             return self.of_documents(document_positions, following=length - end)
         # without a scaling a longer table serves, and a model under torch.compile stays compiled
-        is_scaled = self.rope.scaling != "none"
         if length > self.length or (is_scaled and length != self.length):
             self.set(self.rope, length)
         cos = self.cos[start:end]

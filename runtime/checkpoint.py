@@ -152,24 +152,21 @@ def check_shapes(optimizer: torch.optim.Optimizer) -> None:
 # ---- writing ----
 
 
-def began_in(run: Path) -> dict[str, Any]:
-    """Return the environment that a run began in; empty if it is not recorded."""
-    return read_json(run / "environment.json", dict[str, Any]) or {}
+class Beginning(msgspec.Struct):
+    """What environment.json says of a run's beginning, as far as it was recorded."""
+
+    formulas: str | None = None  # their hash
+    data: Identity = {}  # what identifies the data
+    changes: list[dict[str, Any]] = []  # where the run was resumed: steps, values before and after
 
 
-def identity_of_run(run: Path) -> Identity:
-    """Return what identifies the data that a run began with; empty if not recorded."""
-    return began_in(run).get("data", {})
-
-
-def changes_in(run: Path) -> list[dict[str, Any]]:
-    """Return what was changed where a run was resumed: steps, and values before and after."""
-    return began_in(run).get("changes", [])
+def began_in(run: Path) -> Beginning:
+    return read_json(run / "environment.json", Beginning) or Beginning()
 
 
 def edited_formulas(run: Path, config: Config) -> str | None:
     """Say what a run began with if attention.py has other formulas now; else None."""
-    if differs(began_in(run).get("formulas"), formulas_hash(config)):
+    if differs(began_in(run).formulas, formulas_hash(config)):
         return f"other formulas of {config.attention!r} than attention.py has now"
     return None
 
@@ -180,7 +177,7 @@ def changed_data(run: Path, config: Config) -> str | None:
     None also where the run records no shards, as older runs do, and where the folder is gone or
     incomplete: what needs it says so.
     """
-    before = identity_of_run(run)
+    before = began_in(run).data
     if "training shards" not in before:
         return None
     try:
@@ -219,9 +216,10 @@ def write_header(
         edited = edited_formulas(run, config)
         if edited is not None:
             print(f"warning: {run} began with {edited}", file=sys.stderr)
-        record["formulas"] = began_in(run).get("formulas")
-        record["data"] = identity_of_run(run)
-        record["changes"] = [change for change in changes_in(run) if change["step"] < resumed_at]
+        before = began_in(run)
+        record["formulas"] = before.formulas
+        record["data"] = before.data
+        record["changes"] = [change for change in before.changes if change["step"] < resumed_at]
         if changes:
             record["changes"].append({"step": resumed_at, **changes})
     write_json(run / "environment.json", record)

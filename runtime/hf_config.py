@@ -1,5 +1,6 @@
 """The sizes of a GPT-2 of Hugging Face's or nanoGPT's, which a run from its weights takes over."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from runtime.nanogpt import NANOGPT, as_ours, is_nanogpts, read_pt
 
 # Precedes the name or the folder of a Hugging Face GPT-2 in init_from.
 PRETRAINED = "hf:"
+# What transformers raises for a model that is not there or that it does not know.
+LOADING_ERRORS = (ImportError, OSError, ValueError, KeyError)
 # What its config must say.
 GPT2 = {
     "model_type": "gpt2",
@@ -43,14 +46,20 @@ def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
     return sizes
 
 
-def sizes_of_hf(source: str) -> dict[str, Any]:
-    """Return the sizes of a Hugging Face GPT-2."""
+@functools.cache
+def load_hf_config(source: str) -> Any:
+    """Load the config of hf:NAME or hf:FOLDER. Raises UserError where it cannot be loaded."""
     try:
         from transformers import AutoConfig
 
-        gpt2 = AutoConfig.from_pretrained(source.removeprefix(PRETRAINED))
-    except (ImportError, OSError, ValueError) as error:
-        raise UserError(f"{source} cannot be loaded: {first_line(error)}") from error
+        return AutoConfig.from_pretrained(source)
+    except LOADING_ERRORS as error:
+        raise UserError(f"{PRETRAINED}{source} cannot be loaded: {first_line(error)}") from error
+
+
+def sizes_of_hf(source: str) -> dict[str, Any]:
+    """Return the sizes of a Hugging Face GPT-2."""
+    gpt2 = load_hf_config(source.removeprefix(PRETRAINED))
     for key, required in GPT2.items():
         value = getattr(gpt2, key, required)
         if value != required:

@@ -239,9 +239,9 @@ def align(options: LossOptions, configs: Sequence[Config]) -> LossOptions:
 
 def require_same_data(runs: Sequence[Path]) -> None:
     """Raise UserError where a run was trained on other data than the first, in the same folder."""
-    first = checkpoint.identity_of_run(runs[0])
+    first = checkpoint.began_in(runs[0]).data
     for run in runs[1:]:
-        changed = data_difference(first, checkpoint.identity_of_run(run))
+        changed = data_difference(first, checkpoint.began_in(run).data)
         if changed is not None:
             raise UserError(
                 f"{run} was trained on other {changed} than {runs[0]}, in a folder of the same "

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError, first_line
+from runtime.hf_config import LOADING_ERRORS, load_hf_config
 from scripts.common.hf_attention import NAME, attention_layers, use_tiles
-from scripts.common.hf_models import LOADING_ERRORS, ModelConfig, beginning_of_text, load_config
+from scripts.common.hf_models import ModelConfig, beginning_of_text
 from scripts.common.options import Options
 
 # The names of our RoPE scalings in transformers.
@@ -128,7 +129,7 @@ def scaled_config(config: ModelConfig, options: Options) -> Any:
     to know its factor.
     """
     options.rope_for(config)
-    settings = copy.deepcopy(load_config(config.source))
+    settings = copy.deepcopy(load_hf_config(config.source))
     text_settings = settings.get_text_config()
     scaling = options.rope or "none"
     if scaling == "none" and options.rope_theta is None:

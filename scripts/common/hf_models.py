@@ -19,17 +19,15 @@ from numpy.typing import NDArray
 
 from config import Config
 from data.loader import validation_tokens
-from data.shards import check_ids, hash_shards, read_meta
+from data.shards import check_ids, hash_hashes, hash_shards, read_meta
 from data.tokenizer import Tokenizer, get_tokenizer
 from data.vocabulary import BUILT_IN, TOKENIZER
 from errors import UserError, first_line
 from runtime import run_folder
 from runtime.config_files import find_data
 from runtime.files import sha256_of
-from runtime.hf_config import PRETRAINED
+from runtime.hf_config import LOADING_ERRORS, PRETRAINED, load_hf_config
 
-# What transformers raises for a model that is not there or that it does not know.
-LOADING_ERRORS = (ImportError, OSError, ValueError, KeyError)
 # Tokens of shards whose text is compared with that of the model's tokenizer.
 COMPARED = 1 << 16
 
@@ -101,7 +99,7 @@ def read_model(name: str, trained_length: int | None) -> ModelConfig:
     and where the model cannot be loaded.
     """
     source = name.removeprefix(PRETRAINED).rstrip("/")
-    config = load_config(source).get_text_config()
+    config = load_hf_config(source).get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     trained_length = trained_length or longest
     if trained_length is None:
@@ -130,23 +128,12 @@ def read_model(name: str, trained_length: int | None) -> ModelConfig:
     )
 
 
-@functools.cache
-def load_config(source: str) -> Any:
-    """Load the config of transformers."""
-    try:
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(source)
-    except LOADING_ERRORS as error:
-        raise UserError(f"{PRETRAINED}{source} cannot be loaded: {first_line(error)}") from error
-
-
 def has_embedded_positions(source: str, longest: int) -> bool:
     """Tell whether the positions of a model are an embedding, which ends."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(source))
+        model = AutoModelForCausalLM.from_config(load_hf_config(source))
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings():
             if 0 <= module.num_embeddings - longest <= 2:  # OPT has two more
@@ -159,8 +146,7 @@ def hash_model(folder: Path) -> str:
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not weights:
         raise UserError(f"{folder}: no weights in it, *.safetensors or pytorch_model*.bin")
-    hashes = [sha256_of(path) for path in (folder / "config.json", *weights)]
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return hash_hashes([sha256_of(path) for path in (folder / "config.json", *weights)])
 
 
 def commit_of(source: str) -> str:

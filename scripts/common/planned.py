@@ -91,7 +91,7 @@ class PlannedRun:
         for key in LEARNED:
             if saved[key] != planned[key]:
                 return f"{key} = {saved[key]!r}, not {planned[key]!r}"
-        for change in checkpoint.changes_in(self.folder):
+        for change in checkpoint.began_in(self.folder).changes:
             for key in change.keys() - {"step"} - MAY_CHANGE:
                 return f"{key} = {change[key][1]!r} from step {change['step']} on"
         if self.base is not None:
