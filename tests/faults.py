@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from tests.helpers import SMALL
 
-# Children are forked from a process that has imported torch and does nothing else.
+# Children are forked from a process that has imported torch, and what a first step imports, and
+# does nothing else.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["train", "data.text", "tests.faults"])
+context.set_forkserver_preload(["train", "torch._dynamo", "data.text", "tests.faults"])
 
 
 def start(arguments, *, module="train", output=None, environment=None, **faults):
