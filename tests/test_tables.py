@@ -2,9 +2,11 @@
 
 import pytest
 
+from runtime.files import read_json
 from scripts.common.tables import best_entries, cell, summarise
-from scripts.reproduce.pictures import together
+from scripts.reproduce.pictures import control_losses, together
 from scripts.reproduce.report import how_measured
+from tests.runs import ROOT
 
 
 def table_of(better="lower", **entries):
@@ -53,3 +55,17 @@ def test_the_caption_names_commits_with_uncommitted_changes():
     measured = environment | {"commit": "a" * 40, "modified": True}
     runs = [{"environment": trained, "evaluation": {"environment": measured}}]
     assert how_measured(runs) == "Measured on M; torch 2, commit bbbbbbb, aaaaaaa modified."
+
+
+def test_controls_of_committed_tables_are_at_the_lengths_of_their_columns():
+    """Some controls were measured at other lengths too."""
+    table = read_json(ROOT / "results/tiny/league/table.json")
+    for row in table["rows"].values():
+        controls = [run["evaluation"]["control"] for run in row["runs"]]
+        (trained,) = {run["evaluation"]["trained_length"] for run in row["runs"]}
+        losses = control_losses(table, row["runs"])
+        assert len(losses) == len(table["multiples"])
+        for multiple, loss in zip(table["multiples"], losses, strict=True):
+            place = [control["lengths"].index(trained * multiple) for control in controls]
+            of_seeds = [c["loss"][i] for c, i in zip(controls, place, strict=True)]
+            assert loss == pytest.approx(sum(of_seeds) / len(of_seeds))

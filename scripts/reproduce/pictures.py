@@ -39,7 +39,7 @@ def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure
         for label, summary in summaries.items():
             mean = summary["mean"][: len(x)]
             curves[title].append(with_band(table, label, x, mean, summary["deviation"][: len(x)]))
-            control = control_losses(summary.get("runs", []))
+            control = control_losses(table, summary.get("runs", []))
             if control:
                 curves[title].append(Curve(label, x, control, thin=True))
         if chance is not None and title != difference:
@@ -81,13 +81,20 @@ def with_band(
     return Curve(label, x, mean, deviation, band=band)
 
 
-def control_losses(runs: Sequence[dict]) -> list[float]:
+def lengths_of(table: dict) -> list[int]:
+    """Return the multiples of a table in tokens, of the first entry's training length."""
+    trained = next(iter(first_seeds(table).values()))["trained_length"]
+    return [round(multiple * trained) for multiple in table["multiples"]]
+
+
+def control_losses(table: dict, runs: Sequence[dict]) -> list[float]:
     """Return the losses of the control at each length, means over runs; empty without a control."""
     losses = []
     for run in runs:
         control = run.get("evaluation", {}).get("control", {})
-        if "loss" in control:
-            losses.append(control["loss"])
+        if "loss" in control:  # in some committed tables at other lengths too
+            loss_at = dict(zip(control["lengths"], control["loss"], strict=True))
+            losses.append([loss_at[length] for length in lengths_of(table)])
     return [statistics.mean(column) for column in zip(*losses, strict=True)]
 
 
@@ -96,10 +103,9 @@ def level_of_chance(table: dict) -> Curve | None:
     measured = next(iter(first_seeds(table).values()))
     if "recall" not in measured:
         return None
-    multiples = table["multiples"]
-    lengths = [round(multiple * measured["trained_length"]) for multiple in multiples]
-    levels = chances(measured, lengths)
-    return Curve(chance_label(measured["recall"]), multiples, levels, reference=True)
+    label = chance_label(measured["recall"])
+    levels = chances(measured, lengths_of(table))
+    return Curve(label, table["multiples"], levels, reference=True)
 
 
 def together(table: dict) -> Figure:
