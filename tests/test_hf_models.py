@@ -374,6 +374,7 @@ def test_shards(save, shards, call, refused, tmp_path):
 def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
     name = f"hf:{save('Llama')}"
     gpt2 = f"hf:{save('GPT2')}"
+    bert = f"hf:{save('Bert', max_position_embeddings=256)}"
     mamba = f"hf:{save('Mamba', state_size=4, max_position_embeddings=None)}"
     text = ["--text", text_file, "--lengths=16,256", "--window=16"]
     (tmp_path / "empty").mkdir()
@@ -389,6 +390,7 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
         ([gpt2, *text], "a length of 256 is beyond its learned positions, which end at max_"),
         ([gpt2, *text, "--rope=yarn"], "no RoPE"),
         ([mamba, "--text", text_file], "has no max_position_embeddings: --window N says"),
+        ([bert, *text], "gives other logits, as of an attention that is not causal"),
         ([mamba, *text], "sees more than the keys of a window"),
         ([name, "--text", tmp_path / "none.txt"], "none.txt cannot be read as text"),
         ([f"hf:{tmp_path}/empty", *text], "cannot be loaded: Unrecognized model"),

@@ -64,7 +64,8 @@ def lazy_mask(**options: Any) -> MakeMask | None:
 
     if options["mask_function"] is causal_mask_function and options["attention_mask"] is None:
         return None
-    make_mask: Any = functools.partial(sdpa_mask, **(options | {"allow_is_causal_skip": False}))
+    options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    make_mask: Any = functools.partial(sdpa_mask, **options)
     return make_mask
 
 

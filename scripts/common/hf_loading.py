@@ -184,7 +184,10 @@ def check_logits(model: CausalLM, config: ModelConfig) -> None:
             f"{config.label} cannot be measured: its forward pass fails: {first_line(error)}"
         ) from error
     if not (logits - expected).norm() <= TOLERANCE * expected.norm():
-        raise UserError(f"{config.label}: its logits in parts are not those of transformers")
+        raise UserError(
+            f"{config.label} cannot be measured: in tiles its attention gives other logits, "
+            "as of an attention that is not causal"
+        )
 
 
 def check_window(model: CausalLM, config: ModelConfig) -> None:
@@ -195,7 +198,7 @@ def check_window(model: CausalLM, config: ModelConfig) -> None:
     model.tiles.window = 2
     x = model.trunk(input_ids=probe(config, model.model.device), use_cache=False).last_hidden_state
     last, hidden, visible = x[:, -1].float()
-    if (hidden - last).norm() > TOLERANCE * (visible - last).norm():
+    if not (hidden - last).norm() <= TOLERANCE * (visible - last).norm():
         raise UserError(
             f"{config.label} sees more than the keys of a window: it has layers that are no "
             "attention, or whose attention takes no mask from outside (--no_control measures it "
