@@ -1,4 +1,5 @@
 import functools
+import inspect
 import math
 import os
 import runpy
@@ -82,11 +83,13 @@ def poisoned_buffers(monkeypatch):
 def better_interpreter():
     """Correct Triton's interpreter, and speed it up.
 
-    It multiplies bfloat16 as integers, truncates float32 to bfloat16, and reduces by a function of
-    the kernel element by element, in Python.
+    It multiplies bfloat16 as integers, truncates float32 to bfloat16, reduces by a function of the
+    kernel element by element, in Python, and searches the language for what it replaces at each
+    call of a function.
     """
     try:
         import triton.language as tl
+        from triton.runtime import interpreter
         from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
     except ImportError:
         yield
@@ -114,10 +117,21 @@ def better_interpreter():
         ]
         return [functools.reduce(self.combine_fn.fn, columns)]
 
+    @functools.cache
+    def builtins(package):
+        return [name for name, x in inspect.getmembers(package) if tl.core.is_builtin(x)]
+
+    def patch_builtins(package, builder, scope):
+        for name in builtins(package):
+            function = getattr(package, name)
+            if tl.core.is_builtin(function):  # it is not replaced yet
+                interpreter._patch_attr(package, name, function, builder, scope)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "cast_impl", rounding_cast)
         patch.setattr(InterpreterBuilder, "create_dot", float32_dot)
         patch.setattr(ReduceOps, "generic_reduce", by_columns)
+        patch.setattr(interpreter, "_patch_builtin", patch_builtins)
         yield
 
 

@@ -14,7 +14,32 @@ from scripts.eval_length import EVAL_LENGTH
 from tests.helpers import SMALL, measured_losses
 from tests.runs import ROOT, copy_of_repository, metrics
 
+# The process imports torch once for all commands.
+COMMANDS = """
+import contextlib, io, json, runpy, sys
+printed = []
+for command in json.loads(sys.argv[1]):
+    sys.argv = command
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(command[0], run_name="__main__")
+    printed.append(output.getvalue())
+print(json.dumps(printed))
+"""
 SIZES = ["--learning_rate=1e-2", "--max_iters=40", "--warmup_iters=4", "--eval_interval=20"]
+
+
+def outputs(copy, *commands):
+    """What `python COMMAND` prints in the copy of the repository, of each command."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
+        cwd=copy,
+        env=os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_the_section_of_the_readme(tmp_path, shards):
@@ -27,23 +52,15 @@ def test_the_section_of_the_readme(tmp_path, shards):
         file.write("\n" + code)
     (copy / "configs/elu1_p15.py").write_text(settings)
 
-    def call(*arguments):
-        """The output of `python ARGUMENTS` in the copy."""
-        environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            cwd=copy,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
     command = re.search(r"`python (train\.py [^`]*)`", section)[1].split()
     run = copy / "out/run"
-    call(*command, *SMALL, f"--data_dir={shards}", *SIZES, f"--out_dir={run}")
+    asked = ["--prompt=abc", "--max_new_tokens=40", "--temperature=0"]
+    _, sampled, table = outputs(
+        copy,
+        [*command, *SMALL, f"--data_dir={shards}", *SIZES, f"--out_dir={run}"],
+        ["scripts/sample.py", str(run), *asked],
+        ["scripts/eval_length.py", str(run), "--lengths", "16,64"],
+    )
     settings = json.loads((run / "config.json").read_text())
     assert settings["attention"] == "elu1"
     assert settings["p"] == 15
@@ -51,9 +68,6 @@ def test_the_section_of_the_readme(tmp_path, shards):
     assert first == pytest.approx(math.log(257), rel=0.02)
     assert last < middle < first - 1
 
-    asked = ["--prompt=abc", "--max_new_tokens=40", "--temperature=0"]
-    sampled = call("-m", "scripts.sample", run, *asked)
-    table = call("-m", "scripts.eval_length", run, "--lengths", "16,64")
     result, control = measured_losses(run)
     assert result["variant"] == "elu1_p15"
     assert result["step"] == 40

@@ -43,6 +43,25 @@ def fresh():
     forget_sources()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def equal_sources_share_a_tree():
+    """Most files are the same in all tests; making a tree takes most of the time of a hash."""
+    tree_of = source.tree_of.__wrapped__
+    trees = {}
+
+    @cache
+    def shared_tree_of(module):
+        file = source.file_of(module)
+        key = (module, file, file and file.read_bytes())
+        if key not in trees:
+            trees[key] = tree_of(module)
+        return trees[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "tree_of", shared_tree_of)
+        yield
+
+
 @pytest.fixture
 def edited(tmp_path, monkeypatch):
     """Let hashes see a file of the repository after an edit."""
