@@ -111,13 +111,17 @@ def read_positions(
 ) -> Tensor | None:
     """The position of each query in its document [B, Lq], from the mask of its keys [B, Lq, Lk].
 
-    With a window it is at most window - 1. None: a sequence is one document. Raises UserError for a
-    mask of other keys, and where position_ids restart within a document of the mask.
+    With a window it is at most window - 1. Padding is a document of its own. None: a sequence is
+    one document. Raises UserError for a mask of other keys, and where position_ids restart within
+    a document of the mask.
     """
     Lq, Lk = mask.shape[1:]
     is_token = mask.diagonal(Lk - Lq, dim1=1, dim2=2)  # a query that does not see itself is padding
-    positions = torch.where(is_token, mask.sum(-1) - 1, 0)
     key = torch.arange(Lk, device=mask.device)
+    query = key[:Lq]
+    last_token = torch.where(is_token, query, -1).cummax(1).values
+    # a run of padding is one document: varlen_attn has room for few
+    positions = torch.where(is_token, mask.sum(-1) - 1, query - last_token - 1)
     distance = key[-Lq:, None] - key
     visible = (distance >= 0) & (distance <= positions[..., None])
     if window is not None:

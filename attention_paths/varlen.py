@@ -107,7 +107,9 @@ def sequence_boundaries(
     """
     if document_positions is None:
         return torch.arange(0, B * L + 1, L, dtype=torch.int32, device=device)
-    is_start = (document_positions == 0).flatten()
+    is_start = document_positions == 0
+    is_start[:, 0] = True  # also of a row whose first keys a window hides
+    is_start = is_start.flatten()
     most = min(B * L, max(B * L // SHORTEST_MEAN, ALWAYS_ROOM))
     torch._assert_async(
         is_start.sum() <= most,

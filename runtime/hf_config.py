@@ -52,7 +52,7 @@ def load_hf_config(source: str) -> Any:
     try:
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except LOADING_ERRORS as error:
         raise UserError(f"{PRETRAINED}{source} cannot be loaded: {first_line(error)}") from error
 

@@ -74,6 +74,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import Config
 from data.shards import data_difference
 from errors import UserError
+from layers.selfcheck import check_kernels
 from runtime import checkpoint
 from scripts.common.command_line import option
 from scripts.common.hf_models import ModelConfig
@@ -173,6 +174,8 @@ def measure(options: LossOptions, run: Run, chunk: Chunk) -> dict:
         run = replace(run, model=copy.copy(run.model))  # with the same weights
         is_apart = chunk.documents == "apart"
         run.model.document_start = run.config.end_of_text if is_apart else None
+        if is_apart and not run.config.document_mask:  # not yet checked within documents
+            check_kernels(run.model, run.config.replace(document_mask=True), run.dtype)
     by_position, by_window = mean_losses(run, windows(text, chunk.length, run.device))
     values: dict[str, Any] = {
         "length": chunk.length,

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from attention import VARIANTS
-from attention_paths.elsewhere import attach, attend
+from attention_paths.elsewhere import attach, attend, read_positions
 from attention_paths.reference import ReferenceAttention
 from errors import UserError
 from tests.runs import ROOT
@@ -120,6 +120,18 @@ def test_padding_and_packed_documents_change_nothing(build, name, p):
         texts = generated(model, left, mask, **options)
         for text, row, n in zip(texts, right, lengths, strict=True):
             assert torch.equal(text[24 - n :], generated(model, row[None, :n])[0])
+
+
+def test_padding_is_one_document():
+    """varlen_attn has room for few documents."""
+    is_token = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0]])
+    mask = torch.ones(7, 7).tril() * is_token[:, None] * is_token[..., None]
+    positions = read_positions(mask.bool(), None, None)
+    assert positions.tolist() == [
+        [0, 1, 2, 0, 1, 2, 3],
+        [0, 1, 2, 0, 1, 2, 3],
+        [0, 1, 0, 1, 0, 1, 2],
+    ]
 
 
 def test_what_would_compute_another_attention_is_refused(build):

@@ -3,14 +3,17 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from attention_paths import module
 from config import Config
 from data.shards import read_shard, write_shard
+from layers import selfcheck
 from layers.build import build_model
 from runtime import checkpoint, run_folder
 from scripts import eval_length
@@ -256,6 +259,23 @@ def test_a_run_with_document_mask_is_measured_apart_and_joined(
     printed = capsys.readouterr().out
     assert "apart: the same weights with attention within documents\n" in printed
     assert "as in training" not in printed
+
+
+def test_kernels_are_checked_within_documents_before_they_measure_apart(
+    module_run, call, refused, monkeypatch
+):
+    """Also of a run that was trained without the mask."""
+    fused = module.fused
+
+    def joining(layer, q, k, v, context):
+        return fused(layer, q, k, v, replace(context, document_positions=None))
+
+    monkeypatch.setattr(module, "fused", joining)
+    monkeypatch.setattr(selfcheck, "ODD", 13)
+    monkeypatch.setattr(selfcheck, "EVEN", 16)
+    arguments = (module_run("lssa.py"), "--lengths=16", "--tokens=32", "--attention_impl=triton")
+    says = "the kernels fail: output with 13 keys differs"
+    refused(call, eval_length, *arguments, "--documents=both", says=says)
 
 
 @pytest.mark.usefixtures("pictures")

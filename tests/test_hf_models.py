@@ -371,6 +371,18 @@ def test_shards(save, shards, call, refused, tmp_path):
     refused(call, eval_length, f"hf:{folder}", f"--data_dir={gpt2}", "--lengths=16", says=says)
 
 
+def test_no_code_of_a_model_is_run(save, text_file, call, refused, monkeypatch):
+    """Nor does transformers ask whether to run it."""
+    folder = save("Llama")
+    (folder / "code.py").write_text("raise SystemExit('this was run')")
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"model_type": "new", "auto_map": {"AutoConfig": "code.NewConfig"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    arguments = ("--text", text_file, "--lengths=16")
+    refused(call, eval_length, f"hf:{folder}", *arguments, says="contains custom code")
+
+
 def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
     name = f"hf:{save('Llama')}"
     gpt2 = f"hf:{save('GPT2')}"

@@ -103,6 +103,12 @@ def test_boundaries_have_one_shape_and_graph(monkeypatch):
     assert len(varlen.sequence_boundaries(2, 8, positions, device)) == 9
 
 
+def test_a_row_begins_a_sequence_where_a_window_of_one_key_hides_its_cache():
+    positions = torch.tensor([[5], [0], [2]])
+    boundaries = varlen.sequence_boundaries(3, 1, positions, positions.device)
+    assert boundaries.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("case", ["softmax.py", "ssmax.py"])
 def test_torchs_operator_takes_the_arguments(case):
     """The operator itself, with its gradients, without its kernels."""

@@ -111,6 +111,7 @@ def load_model(config: ModelConfig, options: Options, device: torch.device) -> C
             config.source,
             config=scaled_config(config, options),
             dtype=options.torch_dtype,
+            trust_remote_code=False,
         )
     except LOADING_ERRORS as error:
         raise UserError(f"{config.label} cannot be loaded: {first_line(error)}") from error

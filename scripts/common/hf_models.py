@@ -133,7 +133,8 @@ def has_embedded_positions(source: str, longest: int) -> bool:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_hf_config(source))
+        config = load_hf_config(source)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings():
             if 0 <= module.num_embeddings - longest <= 2:  # OPT has two more
@@ -202,7 +203,7 @@ def open_tokenizer(source: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except LOADING_ERRORS:
         return None
     # where there are no files transformers makes an empty one
