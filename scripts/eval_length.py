@@ -24,7 +24,7 @@ documents, which have nothing to do with each other.
 
 A run that was trained with --document_mask is measured twice: apart, with attention within
 documents as in training, and joined, without the mask. --documents both measures other runs in both
-ways too, --documents trained every run as it was trained alone.
+ways too; --documents trained measures each run only in the way it was trained.
 
 A model of transformers, hf:, is measured on text files or --data_dir, with RoPE of its own; its
 --window is the T of the control. docs/elsewhere.md says which models.
