@@ -402,6 +402,9 @@ def test_other_tables_can_be_named(committed, compared, recall_scale, mine, tmp_
     arguments = (compared, mine, f"--scale={recall_scale}")
     refused(*arguments, "--beside=none", says="nothing to compare")
     refused(*arguments, f"--beside={tmp_path}", says="there is no table.json")
+    for content in ("[]", "{}", '{"unit": "answers that are right (%)", "conditions": {}}'):
+        (tmp_path / "table.json").write_text(content)
+        refused(*arguments, f"--beside={tmp_path}", says="table.json is none of compare or")
     scale = open_scale(str(recall_scale), "out", "recall")
     folder = str(tmp_path / "results/small/committed")
     assert beside.open_beside(folder, scale, recall_of(LENGTHS)) == Beside(folder, committed)

@@ -69,7 +69,12 @@ def open_beside(folder: str, scale: Scale, experiment: Experiment) -> Beside:
     table = read_json(Path(folder, "table.json"))
     if table is None:
         raise UserError(f"--beside {folder}: there is no table.json")
-    reason = difference(table, scale, experiment)
+    try:
+        reason = difference(table, scale, experiment)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"--beside {folder}: its table.json is none of compare or reproduce: {error!r}"
+        ) from error
     if reason is not None:
         raise UserError(f"--beside {folder} cannot be compared: it {reason}")
     return Beside(folder, table)
