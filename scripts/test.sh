@@ -6,6 +6,8 @@ setup requirements-dev.txt
 
 ruff check .
 ruff format --check .
-mypy
+mypy & # beside the tests: it takes one core most of a minute
+types=$!
 # one thread a worker: small matrices gain nothing from two
 OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile "$@"
+wait "$types"
