@@ -27,12 +27,17 @@ class Context:
 
     def select(
         self,
-        sequences: slice = ALL,
-        heads: slice = ALL,
-        queries: slice = ALL,
-        keys: slice = ALL,
+        sequences: slice | None = None,
+        heads: slice | None = None,
+        queries: slice | None = None,
+        keys: slice | None = None,
     ) -> "Context":
-        """Return the context of these sequences, heads, queries and keys."""
+        """Return the context of these sequences, heads, queries and keys; None: of all."""
+        # no defaults of ALL: torch.compile of torch 2.11 breaks its graph at a slice as a default
+        sequences = sequences or ALL
+        heads = heads or ALL
+        queries = queries or ALL
+        keys = keys or ALL
         row_inputs = {name: x[sequences, heads, queries] for name, x in self.row_inputs.items()}
         log_forget = self.log_forget
         if log_forget is not None:

@@ -36,20 +36,20 @@ def varlen_obstacle(layer: ReferenceAttention, q: Tensor, Lk: int) -> str | None
     major, minor = torch.cuda.get_device_capability(q.device)
     if major < 8:
         return f"it needs compute capability 8.0 or newer, and this is {major}.{minor}"
-    if not has_windows():
+    if "window_size" not in varlen_parameters():
         return f"torch {torch.__version__} has no varlen_attn with windows"
     return None
 
 
 @cache
-def has_windows() -> bool:
-    """Tell whether torch has a varlen_attn that takes windows, as it does from 2.13 on."""
+def varlen_parameters() -> frozenset[str]:
+    """The names of the parameters of torch's varlen_attn; none where torch has no varlen_attn."""
     try:
         # imported here because it loads _dynamo, which takes a second
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return False
-    return "window_size" in inspect.signature(varlen_attn).parameters
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def varlen(
@@ -71,6 +71,9 @@ def varlen(
         q, scale = q * scale, 1.0
     boundaries = sequence_boundaries(B, L, context.document_positions, q.device)
     reach = -1 if layer.window is None else layer.window - 1  # keys before a query's own
+    grouped = {}
+    if k.shape[1] != H and "enable_gqa" in varlen_parameters():  # torch 2.11 needs no flag
+        grouped["enable_gqa"] = True
     out = varlen_attn(
         packed(q.to(v.dtype)),
         packed(k.to(v.dtype)),
@@ -81,7 +84,7 @@ def varlen(
         L,
         scale=scale,
         window_size=(reach, 0),
-        enable_gqa=k.shape[1] != H,
+        **grouped,
     )
     assert isinstance(out, Tensor)  # a tuple where more is asked for
     return out.view(B, L, H, d).transpose(1, 2)

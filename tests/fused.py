@@ -137,7 +137,7 @@ def call(layer, q, k, v, log_forget=None, formula=None):
 
     With document_mask it is within STARTS' documents.
     """
-    device = DEVICE if layer.impl == "triton" else "cpu"
+    device = "cpu" if layer.impl == "reference" else DEVICE
     positions = None
     if layer.document_mask:
         positions = document_positions(len(q), q.shape[2], k.shape[2]).to(device)

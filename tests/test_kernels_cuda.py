@@ -9,11 +9,12 @@ import torch
 
 from attention import VARIANTS
 from attention_paths.fused import launch
-from attention_paths.reference import Context
-from attention_paths.varlen import has_windows
+from attention_paths.reference import NO_CONTEXT, Context
+from attention_paths.varlen import varlen_parameters
 from tests import textbook
 from tests.fused import (
     FUSED,
+    REFERENCE,
     SETTINGS,
     build,
     compare,
@@ -21,6 +22,8 @@ from tests.fused import (
     document_positions,
     draw,
     draw_off_kinks,
+    evaluate,
+    exact_evaluation,
     in_float64,
     inputs_of,
     kernels,
@@ -117,11 +120,37 @@ def test_softmax_takes_the_kernels_where_varlen_attn_cannot_run():
     q = torch.zeros(1, 2, 300, 64, device="cuda", dtype=BFLOAT16)
     layer = build("softmax.py", 64, "--window=100")
     assert layer.path(q, 100) == "sdpa"
-    assert layer.path(q, 300) == ("varlen" if has_windows() else "triton")
+    assert layer.path(q, 300) == ("varlen" if "window_size" in varlen_parameters() else "triton")
     assert layer.path(q.float(), 300) == "triton"
     documents = Context(document_positions=document_positions(1, 300, 300))
     assert layer.path(q.float(), 100, documents) == "triton"
     assert layer.path(q.double(), 300) == "sdpa"
+
+
+@pytest.mark.skipif("window_size" not in varlen_parameters(), reason="no varlen_attn with windows")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "softmax.py --window=100",
+        "ssmax.py --document_mask",
+        "softmax_cosine.py --document_mask --window=24",
+        "softmax.py --n_kv_head=1 --window=40",
+    ],
+)
+def test_varlen_attn(case):
+    """Its error is at most twice that of the formula in bfloat16."""
+    inputs = inputs_of(case, draw(300, 300, 64, BFLOAT16, B=2))
+    layer = build(case, 64).to("cuda")
+    context = NO_CONTEXT
+    if layer.document_mask:
+        context = Context(document_positions=document_positions(2, 300, 300))
+    assert layer.path(inputs[0].cuda(), 300, context) == "varlen"
+    ours = evaluate(layer, inputs)
+    formula = evaluate(build(case, 64, REFERENCE), inputs)
+    for name, exact in exact_evaluation(case, inputs).items():
+        error = (ours[name] - exact).norm()
+        rounding = torch.finfo(BFLOAT16).eps * exact.norm()
+        assert error <= 2 * (formula[name] - exact).norm() + rounding, name
 
 
 def test_200_steps_follow_those_of_the_reference(train):

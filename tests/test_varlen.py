@@ -152,9 +152,12 @@ def test_the_path_of_softmax_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("wider, path", [(0, "varlen"), (1, "blocked")])
-@pytest.mark.parametrize("case", ["softmax.py --window=8", "ssmax.py --window=8 --document_mask"])
+@pytest.mark.parametrize(
+    "case",
+    ["softmax.py --window=8", "softmax.py --window=1000", "ssmax.py --window=8 --document_mask"],
+)
 def test_the_self_check_compares_it_with_the_reference(case, wider, path, monkeypatch, capsys):
-    """A window that is one key wider is noticed."""
+    """A window that is one key wider is noticed, also if it hides no key of the check's lengths."""
 
     def by_varlen(layer, q, Lk, context):
         return "varlen" if layer.impl == "auto" and q.shape[2] == Lk else "reference"
@@ -174,3 +177,20 @@ def test_the_self_check_compares_it_with_the_reference(case, wider, path, monkey
     printed = capsys.readouterr()
     assert ("the kernels fail: output with" in printed.err) == bool(wider)
     assert ("its kernels within" in printed.out) == (not wider)
+
+
+def test_grouped_queries_where_torch_has_no_enable_gqa(monkeypatch):
+    """As in torch 2.11, which takes fewer heads of keys without it."""
+
+    def attn(*tensors, scale, window_size):
+        return documented_varlen_attn(
+            *tensors, scale=scale, window_size=window_size, enable_gqa=True
+        )
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", attn)
+    monkeypatch.setattr(varlen, "varlen_parameters", varlen.varlen_parameters.__wrapped__)
+    layer = build("softmax.py", "--n_head=4", "--n_kv_head=2", "--window=3").double()
+    q, k, v = draw(16, 16, B=2, H=4)
+    out = varlen.varlen(layer, q, k[:, :2], v[:, :2], NO_CONTEXT)
+    layer.impl = "reference"
+    assert torch.allclose(out, layer(q, k[:, :2], v[:, :2]))
