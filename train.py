@@ -9,7 +9,6 @@ import math
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ from model import GPT, compile_model
 from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate, step_unless
 from runtime import checkpoint, run_folder
 from runtime.checkpoint import State, Training
-from runtime.device import autocast, open_device, pick_compile, pick_dtype, usage
+from runtime.device import Event, autocast, open_device, pick_compile, pick_dtype, usage
 from runtime.distributed import (
     EXIT_STOPPED,
     all_gather,
@@ -201,7 +200,8 @@ def train(
             set_learning_rate(training.optimizers, lr)
             loss, grad_norm = train_step(training, loss_fn, batch, config.grad_clip)
             training.step += 1
-            monitor.add(Update(training.step, lr, batch.tokens, loss, grad_norm))
+            ended = Event(training.device)
+            monitor.add(Update(training.step, lr, batch.tokens, loss, grad_norm, ended))
         saver.wait()
         outcome = "finished" if finished else "stopped by a signal; continue with --resume"
         log.print(f"step {training.step} of {config.max_iters} is saved: {outcome}")
@@ -363,6 +363,7 @@ class Update(NamedTuple):
     tokens: int  # that all ranks together process
     loss: Tensor
     grad_norm: Tensor
+    ended: Event
 
 
 @dataclass
@@ -379,7 +380,7 @@ class Monitor:
     saver: checkpoint.Saver
     flops_per_token: float  # of this rank; 0: not known
     unread: Update | None = None
-    started: float = 0.0  # when the step that is read next began
+    started: Event | None = None  # of the step that is read next
 
     @property
     def is_late(self) -> bool:
@@ -388,7 +389,7 @@ class Monitor:
     def begin(self) -> None:
         """Start the clock of a step, unless it runs on from a step that has not been read."""
         if self.unread is None:
-            self.started = time.perf_counter()
+            self.started = Event(self.training.device)
 
     def add(self, update: Update) -> None:
         """Log the update before this one and, where that keeps no GPU waiting, this one too."""
@@ -401,16 +402,16 @@ class Monitor:
         """Wait for the update that has not been read, if there is one, and log it."""
         if self.unread is None:
             return
-        step, lr, tokens, loss, grad_norm = self.unread
+        step, lr, tokens, loss, grad_norm, ended = self.unread
         self.unread = None
         loss_value = float(loss)
         norm_value = float(grad_norm)
         if not is_finite_step(loss_value, norm_value, self.training.scaler):
             error = f"loss = {loss_value}, gradient norm = {norm_value} is not finite"
             stop_diverged(self.config, self.saver, step, error)
-        now = time.perf_counter()
-        seconds = now - self.started
-        self.started = now
+        assert self.started is not None  # by `begin`
+        seconds = ended.seconds_since(self.started)
+        self.started = ended
         self.log.step(
             step,
             loss=loss_value,

@@ -6,6 +6,7 @@ here the documents of a batch.
 
 import inspect
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ def varlen(
         q, scale = q * scale, 1.0
     boundaries = sequence_boundaries(B, L, context.document_positions, q.device)
     reach = -1 if layer.window is None else layer.window - 1  # keys before a query's own
-    grouped = {}
+    grouped: dict[str, Any] = {}
     if k.shape[1] != H and "enable_gqa" in varlen_parameters():  # torch 2.11 needs no flag
         grouped["enable_gqa"] = True
     out = varlen_attn(

@@ -189,6 +189,24 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
+class Event:
+    """A moment of the work on a device: on CUDA when the device gets there, not the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda: torch.cuda.Event | None = None
+        self.on_host = time.perf_counter()
+        if device.type == "cuda":
+            self.on_cuda = torch.cuda.Event(enable_timing=True)
+            self.on_cuda.record()
+
+    def seconds_since(self, earlier: "Event") -> float:
+        """Wait for the device to get here, and return the seconds from an earlier event."""
+        if self.on_cuda is None or earlier.on_cuda is None:
+            return self.on_host - earlier.on_host
+        self.on_cuda.synchronize()
+        return earlier.on_cuda.elapsed_time(self.on_cuda) / 1000
+
+
 def memory_mb(device: torch.device) -> float:
     """Peak memory so far, in MB: the GPU's allocations, elsewhere the process's resident set."""
     if device.type == "cuda":
