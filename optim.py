@@ -19,10 +19,10 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
     if config.optimizer == "muon":
         # c_attn is one matrix: q, k and v side by side or, in T6, their factors
         muon_matrices = [p for p in model.trunk.blocks.parameters() if p.dim() == 2]
-    in_muon = set(muon_matrices)
-    others = [p for p in model.parameters() if p not in in_muon]
-    decayed = [p for p in others if p.dim() >= 2]
-    not_decayed = [p for p in others if p.dim() < 2]
+    by_muon = set(muon_matrices)
+    by_adamw = [p for p in model.parameters() if p not in by_muon]
+    decayed = [p for p in by_adamw if p.dim() >= 2]
+    not_decayed = [p for p in by_adamw if p.dim() < 2]
 
     optimizers: list[torch.optim.Optimizer] = []
     if muon_matrices:

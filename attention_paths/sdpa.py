@@ -18,13 +18,7 @@ def sdpa(
 ) -> Tensor:
     """The output [B, H, Lq, d] of `ReferenceAttention.forward`, for a variant that is softmax."""
     Lq, Lk = q.shape[2], k.shape[2]
-    if layer.variant.l2_normalise:
-        q, k = l2_normalise(q), l2_normalise(k)
-    rows = layer.rows(q, Lk, context)
-    scale = rows.score_scale * layer.variant.scale(rows)
-    if isinstance(scale, Tensor):  # one for each row: torch takes a single number
-        q, scale = q * scale, 1.0
-    q, k = q.to(v.dtype), k.to(v.dtype)
+    q, k, scale = scaled(layer, q, k, v.dtype, context)
     has_window = layer.window is not None and layer.window < Lk
     is_masked = has_window or context.document_positions is not None
     if q.shape[1] != k.shape[1] and not takes_groups(q, is_masked):
@@ -50,6 +44,23 @@ def sdpa(
         scale=scale,
         enable_gqa=is_grouped,
     )
+
+
+def scaled(
+    layer: ReferenceAttention,
+    q: Tensor,
+    k: Tensor,
+    dtype: torch.dtype,
+    context: Context,
+) -> tuple[Tensor, Tensor, float]:
+    """Return q and k in this dtype, and a number: scores are products of both times the number."""
+    if layer.variant.l2_normalise:
+        q, k = l2_normalise(q), l2_normalise(k)
+    rows = layer.rows(q, k.shape[2], context)
+    scale = rows.score_scale * layer.variant.scale(rows)
+    if isinstance(scale, Tensor):  # one for each row, but torch takes a single number
+        q, scale = q * scale, 1.0
+    return q.to(dtype), k.to(dtype), scale
 
 
 def takes_groups(q: Tensor, is_masked: bool) -> bool:

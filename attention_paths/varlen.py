@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import l2_normalise
 from attention_paths.reference import Context, ReferenceAttention
+from attention_paths.sdpa import scaled
 
 # FlashAttention's largest head.
 LARGEST_HEAD = 256
@@ -64,20 +64,15 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     B, H, L, d = q.shape
-    if layer.variant.l2_normalise:
-        q, k = l2_normalise(q), l2_normalise(k)
-    rows = layer.rows(q, L, context)
-    scale = rows.score_scale * layer.variant.scale(rows)
-    if isinstance(scale, Tensor):  # one for each row: varlen_attn takes a single number
-        q, scale = q * scale, 1.0
+    q, k, scale = scaled(layer, q, k, v.dtype, context)
     boundaries = sequence_boundaries(B, L, context.document_positions, q.device)
     reach = -1 if layer.window is None else layer.window - 1  # keys before a query's own
     grouped: dict[str, Any] = {}
     if k.shape[1] != H and "enable_gqa" in varlen_parameters():  # torch 2.11 needs no flag
         grouped["enable_gqa"] = True
     out = varlen_attn(
-        packed(q.to(v.dtype)),
-        packed(k.to(v.dtype)),
+        packed(q),
+        packed(k),
         packed(v),
         boundaries,
         boundaries,

@@ -95,7 +95,7 @@ def test_evaluations_take_it_as_a_run(tmp_path, call, pictures, refused):
         assert loss == pytest.approx(torch.cat(windows).mean().item(), abs=1e-5)
     says = "a length of 64 is beyond its learned positions, which end at block_size = 32"
     refused(call, eval_length, path, f"--data_dir={tmp_path}", "--lengths=64", says=says)
-    refused(call, eval_length, path, says="data/shakespeare: no *_val_*.bin there")
+    refused(call, eval_length, path, says="data/shakespeare does not exist")
 
 
 def load(path, *settings):

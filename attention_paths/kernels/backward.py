@@ -162,8 +162,8 @@ def row_spans(head, block, past, Lq, Lk, ROW_ENDS, C, M, N):
         last = tl.minimum(end + N - 1, Lq)
     if ROW_ENDS is not None:  # of the first of these keys and of the last
         last_key = tl.minimum(block * N + N, Lk) - 1
-        whole = tl.minimum(whole, tiles.load_one(ROW_ENDS, head, block * N) // M * M)
-        last = tl.minimum(last, tiles.load_one(ROW_ENDS, head, last_key))
+        whole = tl.minimum(whole, tiles.load_scalar(ROW_ENDS, head, block * N) // M * M)
+        last = tl.minimum(last, tiles.load_scalar(ROW_ENDS, head, last_key))
     return (full, whole), (begin, tl.minimum(full, last)), (tl.maximum(full, whole), last)
 
 

@@ -17,7 +17,7 @@ def chunk_span(head, chunk, chunk_size, Lk, OPTIONAL, N):
     begin = chunk * chunk_size
     end = tl.minimum(begin + chunk_size, Lk)
     if OPTIONAL.first_key is not None:
-        begin = tl.maximum(begin, tiles.load_one(OPTIONAL.first_key, head, 0) // N * N)
+        begin = tl.maximum(begin, tiles.load_scalar(OPTIONAL.first_key, head, 0) // N * N)
     return begin, end
 
 
@@ -58,7 +58,7 @@ def decode_scores(
         y = tiles.argument(y[None, :], bias, key_bias, C)[0]
         visible = (keys < Lk)[None, :]
         if OPTIONAL.first_key is not None:
-            visible = visible & (keys >= tiles.load_one(OPTIONAL.first_key, head, 0))[None, :]
+            visible = visible & (keys >= tiles.load_scalar(OPTIONAL.first_key, head, 0))[None, :]
         tl.store(Y + keys[None, :], y, mask=visible)
         if F.shift is not None:
             y, y_max, rescale = tiles.shifted(y, y_max, visible, F, True)
@@ -124,7 +124,7 @@ def decode_values(
         a_max = tl.maximum(a_max, a_sink)
     n = Lk
     if OPTIONAL.first_key is not None:
-        n -= tiles.load_one(OPTIONAL.first_key, head, 0)
+        n -= tiles.load_scalar(OPTIONAL.first_key, head, 0)
     gain, offset, _ = tiles.second_stage(total, a_max, n.to(tl.float32))
     if OPTIONAL.gain is not None:
         gain = tl.load(tiles.matrix_of(OPTIONAL.gain, head.b, head.h).pointer)
@@ -153,7 +153,7 @@ def decode_values(
             skip = w == 0
         skip = skip | (keys >= Lk)
         if OPTIONAL.first_key is not None:
-            skip = skip | (keys < tiles.load_one(OPTIONAL.first_key, head, 0))
+            skip = skip | (keys < tiles.load_scalar(OPTIONAL.first_key, head, 0))
         w = tl.where(skip, 0.0, w)
         total_w += tl.sum(w, 0)
         v = tiles.load(v_matrix, tl.where(skip, Lk, keys), Lk, C)

@@ -147,7 +147,7 @@ def load_optional(x, head, positions, L, AXIS):
 
 
 @triton.jit
-def load_one(x, head, position):
+def load_scalar(x, head, position):
     """The value of a Strided [B, H, L] at a position."""
     vector = matrix_of(x, head.b, head.h)
     return tl.load(vector.pointer + position * vector.stride)
@@ -212,8 +212,8 @@ def row_block(Q, K, V, H, GROUP, Lq, Lk, OPTIONAL, C, M, N):
         whole = tl.maximum(first + M - C.WINDOW, 0)
     if OPTIONAL.first_key is not None:  # of the first row and of the last
         last_row = tl.minimum(block * M + M, Lq) - 1
-        begin = tl.maximum(begin, load_one(OPTIONAL.first_key, head, block * M))
-        whole = tl.maximum(whole, load_one(OPTIONAL.first_key, head, last_row))
+        begin = tl.maximum(begin, load_scalar(OPTIONAL.first_key, head, block * M))
+        whole = tl.maximum(whole, load_scalar(OPTIONAL.first_key, head, last_row))
     if C.EDGE:
         begin = begin // N * N
         whole = tl.minimum(tl.cdiv(whole, N) * N, full)

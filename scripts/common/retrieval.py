@@ -55,10 +55,10 @@ def check_prompts(config: Config, lengths: Sequence[int], shortest: int) -> None
 
 def print_accuracies(measurement: dict, hidden: str) -> None:
     """Print which share was found at each length of what was hidden, "needles"."""
-    found = accuracies(measurement)
-    shares = [f"{share:.1f}" for share in found.values()]
+    shares = accuracies(measurement)
     print(f"\n{measurement['variant']}: {hidden} found (%), {title_of([measurement])}")
-    print_table([["length", *map(str, found)], ["found", *shares]])
+    lengths = [str(length) for length in shares]
+    print_table([["length", *lengths], ["found", *[f"{share:.1f}" for share in shares.values()]]])
 
 
 def answered(
