@@ -35,18 +35,23 @@ def check_kernels(
     dtype: torch.dtype,
     any_rank: Callable[[bool], bool] = bool,
     say: Callable[[str], None] | None = None,
+    within_documents: bool | None = None,
 ) -> dict[str, Any]:
     """Say the path of a model's attention; returns what environment.json records of it.
+
+    `within_documents` tells whether it is to be within documents; None: as document_mask says.
 
     If it is 'triton' or 'varlen', the kernels and the reference in float32 compute the attention
     forward, backward and for a single query, in one layer of each kind. If they differ, or the
     kernels raise, on any rank (`any_rank` tells whether its argument is true on one), the model
     takes 'blocked' instead or, with attention_impl = 'triton', UserError is raised.
     """
+    if within_documents is None:
+        within_documents = config.document_mask
     q = torch.empty(1, 1, 1, 1, device=next(model.parameters()).device, dtype=dtype)
     context = Context(
         log_forget=q[..., 0] if config.forget else None,
-        document_positions=q[0, 0] if config.document_mask else None,
+        document_positions=q[0, 0] if within_documents else None,
     )
     queries = q.expand(1, 1, MANY_KEYS, 1)  # takes no memory
     by_path: dict[str, list[Attention]] = {}
@@ -65,7 +70,8 @@ def check_kernels(
         largest_error = 0.0
         problem = ""
         for layer in kinds.values():
-            error, layer_problem = check(layer, config, q, layer in by_path.get("varlen", []))
+            by_varlen = layer in by_path.get("varlen", [])
+            error, layer_problem = check(layer, config, q, within_documents, by_varlen)
             largest_error = max(largest_error, error)
             problem = problem or layer_problem
         if any_rank(problem != ""):
@@ -89,16 +95,17 @@ def check(
     layer: Attention,
     config: Config,
     q: Tensor,
+    within_documents: bool,
     by_varlen: bool,
 ) -> tuple[float, str]:
     """The largest error of a layer's kernels, in the dtype of q, and the problem, "" if none."""
     groups = layer.n_head if config.kv_heads == config.n_head else 1
     window = layer.window
     try:
-        errors = relative_errors(layer, groups, config, q)
+        errors = relative_errors(layer, groups, config, q, within_documents)
         if by_varlen and window is not None:  # which takes no fewer queries than keys
             layer.window = min(window, EVEN // 2)  # so that it hides keys of EVEN ones
-            errors |= relative_errors(layer, groups, config, q)
+            errors |= relative_errors(layer, groups, config, q, within_documents)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # another path would take more memory; a CUDA error leaves no usable context
     except Exception as raised:  # whatever Triton raises
@@ -116,11 +123,12 @@ def relative_errors(
     groups: int,
     config: Config,
     q: Tensor,
+    within_documents: bool,
 ) -> dict[str, float]:
     """Relative errors of the kernels for two lengths, ODD and EVEN.
 
-    With a window, also for the last ODD queries after so many keys that it hides some. With
-    document_mask there are four documents, one of them a single token.
+    With a window, also for the last ODD queries after so many keys that it hides some. Documents
+    are four, one of them a single token.
     """
     errors = {}
     impl = layer.impl
@@ -131,7 +139,7 @@ def relative_errors(
         tensors = [torch.randn(1, *shape, layer.head_size, generator=g).to(q) for shape in shapes]
         gates = F.logsigmoid(2 + torch.randn(1, heads, keys, generator=g)).to(q.device)
         context = Context(log_forget=gates if config.forget else None)
-        if config.document_mask:
+        if within_documents:
             is_start = torch.zeros(1, keys, dtype=torch.bool, device=q.device)
             is_start[0, [keys // 7, keys // 7 + 1, keys // 2]] = True
             positions = positions_in_documents(is_start)[:, keys - queries :]

@@ -175,7 +175,7 @@ def measure(options: LossOptions, run: Run, chunk: Chunk) -> dict:
         is_apart = chunk.documents == "apart"
         run.model.document_start = run.config.end_of_text if is_apart else None
         if is_apart and not run.config.document_mask:  # not yet checked within documents
-            check_kernels(run.model, run.config.replace(document_mask=True), run.dtype)
+            check_kernels(run.model, run.config, run.dtype, within_documents=True)
     by_position, by_window = mean_losses(run, windows(text, chunk.length, run.device))
     values: dict[str, Any] = {
         "length": chunk.length,

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from generation import generate
+from layers.selfcheck import check_kernels
 from scripts.common.command_line import RUNS, option, parse
 from scripts.common.options import Options
 from scripts.common.runner import Run, load_run
@@ -67,6 +68,9 @@ def sample(run: Run, prompts: list[str], options: Sampling) -> list[str]:
         # every document of the training data begins with end-of-text
         ids = [tokenizer.eot, *tokenizer.encode(prompt)]
         rows += [torch.tensor(ids, device=run.device)] * options.num_samples
+    is_padded = len({len(row) for row in rows}) > 1
+    if is_padded and not run.config.document_mask:  # the padding is a document of its own
+        check_kernels(run.model, run.config, run.dtype, within_documents=True)
     with run.autocast():
         out = generate(
             run.model,

@@ -1,7 +1,11 @@
 """Text from a trained model."""
 
+from dataclasses import replace
+
 import torch
 
+from attention_paths import module
+from attention_paths.reference import ReferenceAttention
 from scripts import sample
 
 
@@ -31,6 +35,26 @@ def test_several_prompts_are_continued_as_each_alone(trained, call, capsys):
     alone = [texts(prompt)[0] for prompt in prompts]
     assert texts(*prompts) == alone
     assert texts("abc", "xy", samples=2) == [alone[0], alone[0], alone[2], alone[2]]
+
+
+def test_kernels_that_attend_to_padding_are_replaced(trained, call, capsys, monkeypatch):
+    def joining(layer, q, k, v, context):
+        return ReferenceAttention.forward(layer, q, k, v, replace(context, document_positions=None))
+
+    def printed(*prompts):
+        call(sample, trained, *prompts, "--max_new_tokens=20", "--temperature=0")
+        return capsys.readouterr()
+
+    path = module.Attention.path
+    monkeypatch.setattr(
+        module.Attention, "path", lambda *a: "triton" if a[0].impl == "auto" else path(*a)
+    )
+    monkeypatch.setattr(module, "fused", joining)
+    alone = printed("--prompt=abc")
+    assert alone.err == ""
+    both = printed("--prompt=abc", "--prompt=the longest of them")
+    assert "the kernels fail" in both.err
+    assert both.out.startswith(alone.out)
 
 
 def test_a_prompt_may_be_a_file(trained, call, capsys, refused, tmp_path):
