@@ -1,10 +1,14 @@
 """A model's optimizers, and the learning rate of each step."""
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from config import Config
 from model import GPT
@@ -47,6 +51,21 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
+class InFloat32(TorchFunctionMode):
+    """Makes torch's Muon orthogonalise in float32, where it would in bfloat16."""
+
+    def __torch_function__(
+        self,
+        function: Callable,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> Any:
+        if function is Tensor.bfloat16:
+            function = Tensor.float
+        return function(*args, **(kwargs or {}))
+
+
 class ShardedMuon(torch.optim.Muon):
     """torch's Muon, with the matrices shared among the ranks, as in modded-nanogpt and nanochat.
 
@@ -57,7 +76,7 @@ class ShardedMuon(torch.optim.Muon):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         if not dist.is_initialized():
-            super().step()
+            self.update()
             return
         owners: dict[Tensor, int] = {}
         for group in self.param_groups:
@@ -68,12 +87,19 @@ class ShardedMuon(torch.optim.Muon):
                 if owners[p] != dist.get_rank():
                     self.update_momentum(p, group["momentum"])
                     p.grad = None  # torch's step passes over it
-        super().step()
+        self.update()
         sent = []
         for p, owner in owners.items():
             sent.append(dist.broadcast(p.detach(), owner, async_op=True))
         for work in sent:
             work.wait()
+
+    def update(self) -> None:
+        """Update the matrices that have a gradient."""
+        device = self.param_groups[0]["params"][0].device
+        # most CPUs multiply bfloat16 matrices many times more slowly than float32 ones
+        with InFloat32() if device.type == "cpu" else nullcontext():
+            super().step()
 
     def update_momentum(self, p: Tensor, momentum: float) -> None:
         """Update the momentum of a matrix as torch's step does."""
