@@ -87,8 +87,7 @@ def test_two_processes_agree_with_one_and_go_on_with_its_run(shards, tmp_path, o
             assert run(command) == 0
         else:
             assert both(group(command, {}, batch_size=2)) == [0, 0]
-    # Muon's bfloat16 makes another order of sums a rounding of bfloat16
-    agree(whole, shared, rel=1e-5 if optimizer == "adamw" else 1e-3)
+    agree(whole, shared)
 
 
 def test_two_processes_agree_with_one_on_text_and_recall(shards, tmp_path):
