@@ -14,8 +14,9 @@ from scripts.benchmark import prepare, timed_step
 from scripts.common.planned import PlannedRun, processes_of, with_bases
 from scripts.common.tables import print_table
 
-# The most tokens of the measured step on a CPU: two seconds at 124M parameters on two idle cores.
-CPU_TOKENS = 512
+# The work of the measured step on a CPU, 512 tokens at 124M parameters: with fewer tokens of a small
+# model the optimizer would take most of the step, which it does not in a step of a run.
+CPU_FLOP = 4e11
 MEASURED_MS = 3000  # of which the fastest step counts
 # A float32 weight, and with AdamW's two moments; Muon has a moment less.
 BEST_BYTES = 4
@@ -75,9 +76,12 @@ def measured_flops(config: Config) -> float:
     processes = processes_of(config)
     sequences = micro_batch_size(config, processes)
     length = config.block_size
+    with torch.device("meta"):
+        flops_per_token = build_model(config).flops_per_token()
     if device.type == "cpu":
-        length = min(length, CPU_TOKENS)
-        sequences = min(sequences, max(1, CPU_TOKENS // length))
+        tokens = int(CPU_FLOP / flops_per_token)
+        length = min(length, tokens)
+        sequences = min(sequences, max(1, tokens // length))
     config = config.replace(block_size=length, batch_size=sequences)
     print("measuring a training step", flush=True)
     prepare(config, "train", plain=False)
@@ -85,6 +89,4 @@ def measured_flops(config: Config) -> float:
     while sum(timings) < MEASURED_MS:
         ms, _ = timed_step()
         timings.append(ms)
-    with torch.device("meta"):
-        flops_per_token = build_model(config).flops_per_token()
     return processes * sequences * length * flops_per_token / (min(timings) / 1000)
