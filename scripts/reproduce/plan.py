@@ -14,7 +14,7 @@ from scripts.benchmark import prepare, timed_step
 from scripts.common.planned import PlannedRun, processes_of, with_bases
 from scripts.common.tables import print_table
 
-# The work of the measured step on a CPU: 512 tokens at 124M parameters. With so few tokens of a small
+# The work of the measured step on a CPU: 512 tokens at 124M parameters. With 512 tokens of a small
 # model the optimizer would take most of the step, which it does not in a step of a run.
 CPU_FLOP = 4e11
 MEASURED_MS = 3000  # of which the fastest step counts
