@@ -1,9 +1,9 @@
 """The mathematics of attention: a table of variants, and the readable reference for all of them.
 
 A variant of the papers chooses the scores, their normalisation and a re-weighting. For one head of
-size d, row i (of query i) sees n_i keys, its own the last, and s_ij = q_i . k_j:
+size d, row i (of query i) sees n_i keys, the last of which has the position of the query:
 
-    scores      z_ij = scale_i s_ij + bias_i                   the argument of phi
+    scores      z_ij = scale_i q_i . k_j + bias_i              the argument of phi
     normalise   A_ij = phi(z_ij) / norm_i, i - n_i < j <= i    stage 1
     re-weight   A_ij <- relu(n_i A_ij - o_i)^p, then l1        stage 2: with p, or a `reweight`
 
@@ -13,12 +13,12 @@ function of n_i. Where a weight depends on the whole row, `row_weights` replaces
 o_i is 0 for n_i <= 3 and 1 beyond (LSSAR, Algorithm 1). n_i is i or, with a window of W keys,
 min(i, W). With `document_mask` i counts from the first token of the row's document, the first key
 that the row sees. The papers have neither; here every n in their formulas is n_i. L is the training
-length, with a window and at any length.
+length, block_size, also in a longer text.
 
 A layer's settings combine with any variant, but for a sink, which needs l1 and phi(0) > 0. They
 apply in this order:
 
-    softcap     scale_i s_ij becomes c tanh(scale_i s_ij / c)                          (Gemma 2)
+    softcap     x = scale_i q_i . k_j becomes c tanh(x / c)                            (Gemma 2)
     ALiBi       z_ij gets -slope_h (i - j), slope_h = 2^(-8 h / H), h from 1           (Press 2021)
     forget      z_ij gets log f_(j+1) + .. + log f_i, gates from the layer's input     (FoX)
     sink        one more key, whose value is 0 and whose score is 0 or a learned logit of the head:
@@ -187,7 +187,7 @@ class Variant:
     `scale`, `bias` and `norm` broadcast against [B, H, Lq, 1], a keyed bias against [B, H, Lq, Lk].
     """
 
-    phi: Phi
+    phi: Phi  # with row_weights it is not computed: EXPM1 names softpick's kernel
     scale: Callable[[Rows], Tensor | float] = inverse_sqrt_d
     bias: Callable[[Rows], Tensor | float] | None = None
     keyed: bool = False  # its bias differs between the keys of a row; it has no fused kernel
@@ -477,9 +477,9 @@ VARIANTS: dict[str, Variant] = {
     # Anson, Wang and Aitchison 2025 (arXiv 2505.17083)
     "scale_invariant": Variant(EXP, row_weights=scale_invariant),
     # Ours: LSSAR taken apart. LSSAR differs from softmax in phi, in the scale (log d log n, with q
-    # and k at unit length) and in stage 2; with
-    # softmax, ssmax_fixed, phi_softplus and lssa these are all combinations of the first two. The
-    # last entry keeps the weights that stage 2 keeps, but without the power.
+    # and k at unit length) and in stage 2; with softmax, ssmax_fixed, phi_softplus and lssa these
+    # are all combinations of the first two. The last entry keeps the weights that stage 2 keeps,
+    # but without the power.
     "softmax_cosine": Variant(EXP, scale=log_d_log_n, l2_normalise=True),
     "softplus_logn": Variant(SOFTPLUS, scale=log_n),
     "lssa_threshold": Variant(

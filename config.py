@@ -18,12 +18,12 @@ from data.vocabulary import RECALL_IDS, count_ids, end_of_text, identify
 from errors import UserError, check_choice
 
 ROOT = Path(__file__).parent
-# What some settings need from others to have an effect: see `setting`.
-ANY: dict[str, tuple] = {}
+# Values of `needs`: the settings, and their values, without which another has no effect.
+NOTHING: dict[str, tuple] = {}
 ROPE = {"positions": ("rope",)}
 LINEAR = {"projections": ("linear",)}
 TPA = {"projections": ("tpa",)}
-HYBRID = {"positions": ("rope", "alibi"), **LINEAR}
+ROPE_OR_ALIBI = {"positions": ("rope", "alibi"), **LINEAR}
 ORBITS = {"task": ("orbits",)}
 LANGUAGE = {"task": ("language", "language+recall")}
 RECALL = {"task": ("recall", "language+recall")}
@@ -42,7 +42,7 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     choices: Collection[Any] | None = None,
-    needs: dict[str, tuple] = ANY,
+    needs: dict[str, tuple] = NOTHING,
 ) -> T:
     """A field of Config: its default, its line of --help and the values allowed.
 
@@ -105,7 +105,7 @@ class Config:
         "Share of heads, the first ones, without RoPE or ALiBi.",
         at_least=0,
         below=1,
-        needs=HYBRID,
+        needs=ROPE_OR_ALIBI,
     )
     local_window: int | None = setting(
         None,
@@ -524,7 +524,9 @@ def check_window_pattern(config: Config) -> None:
 def check_training(config: Config) -> None:
     """Raise UserError where settings of the data and the training contradict each other."""
     if config.task == "orbits" and config.tie_embeddings:
-        raise UserError("task = 'orbits' has no head to tie: add tie_embeddings = False")
+        raise UserError(
+            "task = 'orbits' cannot tie its head to its embedding: add tie_embeddings = False"
+        )
     if config.n_vocab > 65536:  # n_vocab raises for a tokenizer that does not exist
         raise UserError(f"{config.n_vocab} token ids are more than the 65536 of a uint16")
     for key in ("document_mask", "align_documents"):

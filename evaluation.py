@@ -61,14 +61,14 @@ def layer_attention_weights(
         q, k, _, context = inputs
         L = k.shape[2]
         start, stop, _ = rows.indices(L)
-        blocks = []
+        chunks = []
         for begin in range(start, stop, BLOCK_QUERIES):
             end = min(stop, begin + BLOCK_QUERIES)
             # queries must be the last positions: later keys are cut off and get weight 0
             block_context = context.select(queries=slice(begin, end), keys=slice(end))
             A = attention.weights(q[:, :, begin:end], k[:, :, :end], block_context)
-            blocks.append(reduce(F.pad(A, (0, L - end))))
-        reduced[attention] = torch.cat(blocks, dim=2)
+            chunks.append(reduce(F.pad(A, (0, L - end))))
+        reduced[attention] = torch.cat(chunks, dim=2)
 
     selected = [layer.attentions() for layer in model.attention_layers()[layers]]
     with ExitStack() as hooks:
@@ -94,9 +94,9 @@ def head_windows(model: GPT) -> list[list[int | None]]:
 def check_windows(model: GPT, window: int) -> None:
     """Raise UserError where a block's output depends on more than its last `window` inputs.
 
-    All blocks get the same three random sequences: the second differs from the first where the
-    window hides it from the last position, the third where the window shows it. The difference that
-    the second makes must be rounding, as of forget gates, which are summed over all positions.
+    All blocks get the same three random sequences. The second differs from the first outside of the
+    last position's window alone, the third inside of it alone. What the second changes at the last
+    position must be rounding, such as that of forget gates, which are summed over all positions.
     """
     if model.trunk.wpe is not None:  # learned positions end before a control would hide any
         return

@@ -31,14 +31,14 @@ def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
 class SelfAttention(nn.Module):
     """Causal self-attention.
 
-    layers/hybrid.py splits the heads between two Attention modules, by its own add_attention,
-    attentions and attend; layers/tpa.py has T6's factors of q, k and v, by its own project.
+    layers/hybrid.py overrides add_attention, attentions and attend, to split the heads between two
+    Attention modules; layers/tpa.py overrides project, for T6's factors of q, k and v.
     """
 
     attention: Attention
     has_positions = True  # False in the layers without RoPE of nope_every
-    extra_multiplications = 0  # per token, which no nn.Linear counts; T6 has them
-    residual_std = 0.02  # of the initial weights of c_proj, before / sqrt(2 n_layer); 0 in T6
+    extra_multiplications = 0  # per token outside of nn.Linear; T6 has them
+    residual_std = 0.02  # of the initial c_proj, before it is divided by sqrt(2 n_layer); 0 in T6
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
@@ -292,7 +292,8 @@ class GPT(nn.Module):
         # the token that a document begins with; None: attention joins the documents of a sequence
         self.document_start = config.end_of_text if config.document_mask else None
         padded = 128 * math.ceil(self.n_vocab / 128)  # for speed; padding is never predicted
-        trunk = Trunk(config, layer_class)  # first, so that a seed keeps its weights
+        # the first to draw random numbers: in another order a seed would give other weights
+        trunk = Trunk(config, layer_class)
         self.wte = self.build_embedding(padded)
         self.trunk = trunk
         self.lm_head = self.build_head(padded)
@@ -350,7 +351,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return logits [B, L, n_vocab] of idx [B, L]; with targets [B, L], the mean loss in nats.
 
-        A target of -100 has no loss.
+        A target below 0 has no loss.
         """
         x = self.hidden(idx)
         if targets is None:
@@ -374,14 +375,14 @@ class GPT(nn.Module):
         A token sees its own document alone. Documents begin where it `is_start` [B, L]; without
         that, at end-of-text if the model has document_mask.
         """
-        read = None if cache is None else cache.document_length
+        cached_length = None if cache is None else cache.document_length
         if is_start is None and self.document_start is not None:
             is_start = idx == self.document_start
-        elif is_start is None and read is not None:
+        elif is_start is None and cached_length is not None:
             is_start = torch.zeros_like(idx, dtype=torch.bool)  # the cache's documents go on
         document_positions = None
         if is_start is not None:
-            document_positions = positions_in_documents(is_start, read)
+            document_positions = positions_in_documents(is_start, cached_length)
             if cache is not None:
                 cache.document_length = document_positions[:, -1:] + 1
         return self.trunk(self.wte(idx), cache, document_positions)
@@ -392,7 +393,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss in nats of every target, in their shape, without holding all logits."""
+        """Return the loss in nats of every target, in their shape, without holding all logits.
+
+        A target below 0 has a loss of 0.
+        """
         x = self.hidden(idx).flatten(0, 1)
         losses = token_losses(x, self.lm_head.weight, targets.flatten(0, 1), self.n_vocab)
         return losses.view(targets.shape)
@@ -447,7 +451,7 @@ class GPT(nn.Module):
 
         These are 6 per matrix weight, 2 forward and 4 backward, and per multiplication of T6's
         factors. Every variant is charged for softmax attention over the keys that it may see, so
-        that runs can be compared: the causal half of L keys or, with a window of W, W - W^2 / 2 L
+        that runs can be compared: the causal half of L keys or, with a window of W, W - W^2 / (2 L)
         of them on average.
         """
         weights = 0
@@ -474,7 +478,7 @@ def compile_model(model: GPT, varied_lengths: bool = False) -> None:
     the model, embeddings and the last norm, would gain little. `varied_lengths` says that batches
     have more than one length.
     """
-    # it would split one graph at DDP's buckets; here each block is a graph already
+    # optimize_ddp would split one graph at DDP's buckets; here each block is a graph already
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = 32  # lengths of batches, kinds of blocks
     # False: else a smaller last batch in validation makes the graph of training dynamic too

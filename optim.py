@@ -62,7 +62,7 @@ class InFloat32(TorchFunctionMode):
         kwargs: dict | None = None,
     ) -> Any:
         if function is Tensor.bfloat16:
-            function = Tensor.float
+            return args[0].to(torch.float32, copy=True)  # which Muon changes in place
         return function(*args, **(kwargs or {}))
 
 

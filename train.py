@@ -77,7 +77,7 @@ def main(config: Config | None = None) -> None:
     fitting = fitting_batch_size(config, world_size, device)
     lock = lock_folder(run, "training this run") if rank == 0 else nullcontext()
     with process_group(rank, world_size, device, config.timeout), lock:
-        fitting = -all_reduce_max(-fitting)  # GPUs may differ
+        fitting = -all_reduce_max(-fitting)  # the smallest: the ranks' GPUs may differ in memory
         if fitting != config.batch_size and rank == 0:
             say(f"batch_size = {fitting}, the largest divisor of a process's step that fits")
         config = config.replace(batch_size=fitting)
@@ -179,7 +179,7 @@ def train(
         while True:
             finished = training.step >= config.max_iters
             just_resumed = training.step == training.resumed_at
-            # before it is saved, so that a run resumed from here need not validate again
+            # validates before it saves, so that a run resumed from here need not validate again
             validates = finished or training.step % config.eval_interval == 0
             if loader is not None and validates and not just_resumed:
                 monitor.read()
@@ -200,8 +200,10 @@ def train(
             set_learning_rate(training.optimizers, lr)
             loss, grad_norm = train_step(training, loss_fn, batch, config.grad_clip)
             training.step += 1
+            # copied before the next step is launched: a later copy would wait for that step
+            on_host = torch.stack((loss, grad_norm)).to("cpu", non_blocking=True)
             ended = Event(training.device)
-            monitor.add(Update(training.step, lr, batch.tokens, loss, grad_norm, ended))
+            monitor.add(Update(training.step, lr, batch.tokens, on_host, ended))
         saver.wait()
         outcome = "finished" if finished else "stopped by a signal; continue with --resume"
         log.print(f"step {training.step} of {config.max_iters} is saved: {outcome}")
@@ -271,7 +273,7 @@ def compile_and_distribute(
 
 
 class StepBatch(NamedTuple):
-    """A rank's share of a step. The loss of a step is the sum over micro-batches / divisor."""
+    """A rank's share of a step, whose loss is the sum of the micro-batches' losses / divisor."""
 
     micro_batches: Sequence[tuple[Tensor, Tensor]]
     divisor: int  # micro-batches, or labels, that the loss is a mean over
@@ -343,9 +345,10 @@ def stop_diverged(
         next_batch = config.first_batch + step - saved
         rate = f"{config.learning_rate / 2:g}"
         settings = ["--resume", f"--out_dir={config.out_dir}", f"--learning_rate={rate}"]
+        launcher = "torchrun ..." if dist.is_initialized() else "python"
         print(
             f"error: step {step}: {error}. The checkpoint of step {saved} is good; this continues "
-            f"it at half the rate: python {shlex.join([*sys.argv, *settings])}; "
+            f"it at half the rate: {launcher} {shlex.join([*sys.argv, *settings])}; "
             f"--first_batch={next_batch} skips the batches up to this step",
             file=sys.stderr,
         )
@@ -356,13 +359,12 @@ def stop_diverged(
 
 
 class Update(NamedTuple):
-    """A step that has been launched, with its loss and gradient norm on the device."""
+    """A step that has been launched."""
 
     step: int
     lr: float
     tokens: int  # that all ranks together process
-    loss: Tensor
-    grad_norm: Tensor
+    loss_and_norm: Tensor  # on the host, once the device has reached `ended`
     ended: Event
 
 
@@ -371,14 +373,15 @@ class Monitor:
     """Logs every step, and ends the run at a loss or gradient norm that is not finite.
 
     On CUDA it reads a step's numbers after the next step has been launched, so that the GPU does
-    not wait for the host. `read` must come before whatever a diverged run must not do.
+    not wait for the host. `read` must come before a validation and before a checkpoint, which a
+    diverged run must not have.
     """
 
     config: Config
     training: Training
     log: Log
     saver: checkpoint.Saver
-    flops_per_token: float  # of this rank; 0: not known
+    flops_per_token: float  # of a token's training step, over the number of ranks; 0: not known
     unread: Update | None = None
     started: Event | None = None  # of the step that is read next
 
@@ -387,7 +390,7 @@ class Monitor:
         return self.training.device.type == "cuda"
 
     def begin(self) -> None:
-        """Start the clock of a step, unless it runs on from a step that has not been read."""
+        """Start the clock of a step, unless it starts where an unread step ends."""
         if self.unread is None:
             self.started = Event(self.training.device)
 
@@ -402,21 +405,20 @@ class Monitor:
         """Wait for the update that has not been read, if there is one, and log it."""
         if self.unread is None:
             return
-        step, lr, tokens, loss, grad_norm, ended = self.unread
+        step, lr, tokens, loss_and_norm, ended = self.unread
         self.unread = None
-        loss_value = float(loss)
-        norm_value = float(grad_norm)
-        if not is_finite_step(loss_value, norm_value, self.training.scaler):
-            error = f"loss = {loss_value}, gradient norm = {norm_value} is not finite"
-            stop_diverged(self.config, self.saver, step, error)
         assert self.started is not None  # by `begin`
         seconds = ended.seconds_since(self.started)
         self.started = ended
+        loss, grad_norm = loss_and_norm.tolist()
+        if not is_finite_step(loss, grad_norm, self.training.scaler):
+            error = f"loss = {loss} or gradient norm = {grad_norm} is not finite"
+            stop_diverged(self.config, self.saver, step, error)
         self.log.step(
             step,
-            loss=loss_value,
+            loss=loss,
             lr=lr,
-            grad_norm=norm_value,
+            grad_norm=grad_norm,
             ms=1000 * seconds,
             tokens_per_s=tokens / seconds,
             **usage(self.training.device, self.flops_per_token * tokens / seconds),
@@ -455,6 +457,8 @@ def save(
 ) -> None:
     """Save a checkpoint. Ends the run if weights are not finite."""
     if not all(p.isfinite().all() for p in training.model.parameters()):
+        if training.step == 0:
+            raise UserError(f"initial weights are not finite: init_from = {config.init_from!r}")
         stop_diverged(config, saver, training.step, "its update left non-finite weights")
     log.sync()
     saver.save("step", training.state(config))

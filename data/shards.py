@@ -188,7 +188,7 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
                 "the command that made the folder"
             )
     if not paths:
-        missing = f"has no *_{split}_*.bin" if Path(data_dir).is_dir() else "does not exist"
+        missing = f"has no *_{split}_*.bin" if Path(data_dir).exists() else "does not exist"
         raise UserError(
             f"{data_dir} {missing}: name the folder of the shards with --data_dir, or make it: "
             "`python -m data.fineweb`, or for text of your own `python -m data.text` (docs/data.md)"

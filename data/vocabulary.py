@@ -27,6 +27,8 @@ def identify(tokenizer: str) -> str:
 def tokenizer_file(tokenizer: str) -> Path:
     """Return the path of a tokenizer.json. Raises UserError where there is no file."""
     if not Path(tokenizer).is_file():
+        if tokenizer.endswith(".json"):
+            raise UserError(f"tokenizer = {tokenizer!r}: there is no such file")
         check_choice("tokenizer", tokenizer, (*BUILT_IN, "the path of a tokenizer.json"))
     return Path(tokenizer)
 

@@ -90,12 +90,16 @@ def token_losses(
     targets: Tensor,
     n_vocab: int,
 ) -> Tensor:
-    """Return the float32 losses of all targets, in their shape; arguments as LinearCrossEntropy."""
+    """Return the float32 losses of all targets, in their shape: 0 of a target below 0.
+
+    The arguments are those of LinearCrossEntropy.
+    """
     losses = torch.empty_like(targets, dtype=torch.float32)
     for chunk in chunks(x, weight, targets, losses):
         for logits, part_targets, part_losses in chunk.parts():
             logits = logits[:, :n_vocab].to(full_precision(logits))
-            part_losses.copy_(F.cross_entropy(logits, part_targets, reduction="none"))
+            ignored = part_targets.masked_fill(part_targets < 0, -100)
+            part_losses.copy_(F.cross_entropy(logits, ignored, reduction="none", ignore_index=-100))
     return losses
 
 

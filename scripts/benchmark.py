@@ -26,7 +26,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -187,18 +187,15 @@ def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> di
     workers: dict[tuple[str, str], ProcessPoolExecutor] = {}
     measured = defaultdict(list)
     with contextlib.ExitStack() as stack:
-        prepared: dict[tuple[str, str], Future[str | None]] = {}
         for name, config in models.items():
             for phase in phases:
                 worker = stack.enter_context(ProcessPoolExecutor(1, context))
+                # one after the other: Inductor chooses its kernels by their time on the device
+                line = worker.submit(prepare, config, phase, name == PLAIN).result()
+                if line is not None:
+                    print(f"{name}, {phase}: {line}", flush=True)
+                    figures[name]["attention_path"] = line.removeprefix("attention path: ")
                 workers[name, phase] = worker
-                # all at once: most of the time goes to compilation, on one core each
-                prepared[name, phase] = worker.submit(prepare, config, phase, name == PLAIN)
-        for (name, phase), future in prepared.items():
-            line = future.result()
-            if line is not None:
-                print(f"{name}, {phase}: {line}", flush=True)
-                figures[name]["attention_path"] = line.removeprefix("attention path: ")
         for _ in tqdm(range(rounds), desc="rounds"):
             for key, worker in workers.items():
                 measured[key].append(worker.submit(timed_step).result())

@@ -1,5 +1,6 @@
 """Layers and inputs for the fused kernels, and the comparison that their tests make."""
 
+import functools
 import itertools
 import math
 
@@ -68,7 +69,7 @@ def build(case, d, *more):
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.rand(parameter.shape, generator=g))
-    return layer
+    return layer.to(DEVICE)
 
 
 def draw(Lq, Lk, d, dtype, B=1, seed=0):
@@ -124,11 +125,11 @@ def document_positions(B, Lq, Lk):
 
 
 def kernels(case, d, *more):
-    return build(case, d, TRITON, *more).to(DEVICE)
+    return build(case, d, TRITON, *more)
 
 
 def in_float64(case, d, *more):
-    """What the others are compared with: the reference path in float64, on the CPU."""
+    """What the others are compared with: the reference path in float64."""
     return build(case, d, REFERENCE, *more).double()
 
 
@@ -137,17 +138,15 @@ def call(layer, q, k, v, log_forget=None, formula=None):
 
     With document_mask it is within STARTS' documents.
     """
-    device = "cpu" if layer.impl == "reference" else DEVICE
     positions = None
     if layer.document_mask:
-        positions = document_positions(len(q), q.shape[2], k.shape[2]).to(device)
+        positions = document_positions(len(q), q.shape[2], k.shape[2]).to(DEVICE)
     if log_forget is not None:
-        log_forget = log_forget.to(device)
+        log_forget = log_forget.to(DEVICE)
     context = Context(log_forget=log_forget, document_positions=positions)
-    inputs = [x.to(device) for x in (q, k, v)]
-    if formula is None:
-        return layer(*inputs, context).cpu()
-    return formula(layer, *inputs, context)
+    inputs = [x.to(DEVICE) for x in (q, k, v)]
+    compute = layer if formula is None else functools.partial(formula, layer)
+    return compute(*inputs, context).cpu()
 
 
 def decode(layer, q, *others):

@@ -355,7 +355,10 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--seed=1e999", "seed = inf must be a number below 2**63"),
         ("--vocab_size=70000", "70000 token ids are more than the 65536 of a uint16"),
         ("--tokenizer=gtp2", "tokenizer = 'gtp2'; did you mean gpt2?"),
-        ("--task=orbits", "task = 'orbits' has no head to tie: add tie_embeddings = False"),
+        (
+            "--task=orbits",
+            "task = 'orbits' cannot tie its head to its embedding: add tie_embeddings = False",
+        ),
         # values that contradict each other
         ("--attention=lssar", "attention = 'lssar' needs p, the power of its re-weighting: 3 or"),
         (

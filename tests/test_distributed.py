@@ -210,7 +210,7 @@ def test_a_mistake_is_said_once_before_torchrun_starts():
         text=True,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: task = 'orbits' has no head to tie")
+    assert done.stderr.startswith("error: task = 'orbits' cannot tie")
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -72,7 +72,9 @@ def test_muon_orthogonalises_in_float32_on_a_cpu():
     torch.manual_seed(0)
     p = torch.zeros(12, 8, requires_grad=True)
     p.grad = torch.randn(12, 8)
-    ShardedMuon([p], lr=1.0, weight_decay=0.0, nesterov=False).step()
+    muon = ShardedMuon([p], lr=1.0, weight_decay=0.0, nesterov=False)
+    muon.step()
+    torch.testing.assert_close(muon.state[p]["momentum_buffer"], 0.05 * p.grad)
     x = p.grad.double().T
     x = x / x.norm()
     for _ in range(5):  # with Muon's coefficients

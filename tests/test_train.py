@@ -294,6 +294,14 @@ def test_resuming_on_edited_data_is_refused(train, shards, tmp_path, refused):
 # ---- starting from weights and data ----
 
 
+def test_initial_weights_that_are_not_finite_are_refused(train, refused, tmp_path):
+    content = torch.load(train("first", "--max_iters=0") / "step_000000.pt")
+    content["model"]["wte.weight"][0] = math.nan
+    torch.save(content, tmp_path / "nan.pt")
+    start = f"--init_from={tmp_path / 'nan.pt'}"
+    refused(train, "new", start, says=("initial weights are not finite", "nan.pt"))
+
+
 def test_init_from_another_variant(train):
     first = train("first", "configs/softmax.py")
     arguments = ("configs/ssmax.py", "--s_init=0.5", "--max_iters=0", f"--init_from={first}")
@@ -530,7 +538,7 @@ def test_a_diverged_run_continues_past_its_step(train, tmp_path, capsys, monkeyp
     def diverges(training, loss_fn, batch, grad_clip):
         batches.append(batch.micro_batches[0][0])
         loss, norm = real(training, loss_fn, batch, grad_clip)
-        return (math.nan if len(batches) == 6 else loss), norm
+        return (loss.new_tensor(math.nan) if len(batches) == 6 else loss), norm
 
     write = checkpoint.Saver._write
 

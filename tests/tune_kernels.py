@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -66,7 +67,9 @@ def main() -> None:
     parser.add_argument("--n_head", type=int, default=12)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--head_size", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=300, help="time at most so long")
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="stop timing after so many seconds"
+    )
     parser.add_argument("--out", type=Path, help="write all times to this JSON file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -100,7 +103,10 @@ def time_all(jobs: list[Job], end: float) -> dict[Job, float | str]:
             break
         if pool is None:
             pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        results[job] = pool.submit(attempt, job).result()
+        try:
+            results[job] = pool.submit(attempt, job).result()
+        except BrokenProcessPool as error:  # a fault may end the process itself
+            results[job] = str(error)
         if isinstance(results[job], str):  # after a fault the process has no usable GPU
             pool.shutdown()
             pool = None
@@ -145,7 +151,8 @@ def kernel_ms(job: Job) -> float:
     """Time a job's kernel. Raises ValueError where it computes something else."""
     layer, _ = attention_and_inputs(job.config, job.sizes)
     reference = expected(job.config, job.sizes)
-    kind = "hopper" if torch.cuda.get_device_capability() >= (9, 0) else "ampere"
+    major, minor = torch.cuda.get_device_capability()
+    kind = "hopper" if 10 * major + minor in launch.HOPPER_LIKE else "ampere"
     table = launch.SHAPES[kind]
     if job.shape is not None:
         launch.SHAPES[kind] = table | {job.kernel: {128: job.shape}}

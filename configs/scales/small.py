@@ -1,12 +1,12 @@
-# Nine million parameters without embeddings, and 60M tokens, twice as many as the novels have: two
-# minutes a run on an H100. results/small/notes.md makes the shards and their tokenizer.
+# Nine million parameters without embeddings, and 60M tokens, twice as many as the novels have.
+# results/small/notes.md makes the shards.
 n_layer = 8
 n_head = 4
 head_size = 64
 n_embd = 320
 block_size = 512
 data_dir = "data/books"
-tokenizer = "data/books/tokenizer.json"  # a BPE of 8,192 tokens
+tokenizer = "results/small/tokenizer.json"  # a BPE of 8,192 tokens
 total_batch_size = 32768  # 64 x 512
 batch_size = 64
 max_iters = 1840

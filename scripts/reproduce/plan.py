@@ -76,17 +76,24 @@ def measured_flops(config: Config) -> float:
     processes = processes_of(config)
     sequences = micro_batch_size(config, processes)
     length = config.block_size
-    with torch.device("meta"):
-        flops_per_token = build_model(config).flops_per_token()
     if device.type == "cpu":
-        tokens = int(CPU_FLOP / flops_per_token)
+        tokens = max(1, int(CPU_FLOP / flops_per_token(config)))
         length = min(length, tokens)
         sequences = min(sequences, max(1, tokens // length))
-    config = config.replace(block_size=length, batch_size=sequences)
+    config = config.replace(
+        block_size=length,
+        batch_size=sequences,
+        total_batch_size=processes * sequences * length,
+    )
     print("measuring a training step", flush=True)
     prepare(config, "train", plain=False)
     timings: list[float] = []
     while sum(timings) < MEASURED_MS:
         ms, _ = timed_step()
         timings.append(ms)
-    return processes * sequences * length * flops_per_token / (min(timings) / 1000)
+    return config.total_batch_size * flops_per_token(config) / (min(timings) / 1000)
+
+
+def flops_per_token(config: Config) -> float:
+    with torch.device("meta"):
+        return build_model(config).flops_per_token()
