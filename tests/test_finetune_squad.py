@@ -189,7 +189,7 @@ def test_finetuning_saves_at_intervals_and_stops_where_it_diverges(
         seeds.append(torch.initial_seed())
         loss, grad_norm = train_step(training, *arguments)
         if training.step == 4:
-            grad_norm = math.nan
+            grad_norm = torch.tensor(math.nan)
         return loss, grad_norm
 
     monkeypatch.setattr(training_loop, "train_step", diverges)
@@ -231,7 +231,7 @@ def test_finetuning_stops_before_it_saves_weights_that_are_not_finite(
     def breaks(training, *arguments):
         with torch.no_grad():
             training.model.wte.weight[0, 0] = math.inf
-        return 1.0, 1.0
+        return torch.ones(()), torch.ones(())
 
     monkeypatch.setattr(training_loop, "train_step", breaks)
     out = tmp_path / "out"
