@@ -99,9 +99,9 @@ def by_query(
 ) -> Tensor:
     """Return the output [b, h, Lq, d] of these heads, BLOCK_QUERIES queries at a time.
 
-    Blocks are computed from the last to the first. The last needs the most memory, which the others
-    reuse; and each slices its keys from those of the block after it, so that its gradients are
-    padded to that length only.
+    Blocks are computed from the last to the first. The last block needs the most memory, which the
+    others reuse. The keys of each block are a slice of the next block's keys, so that autograd pads
+    their gradients only to that length.
     """
     past = keys.k.shape[2] - q.shape[2]
     k = keys.k

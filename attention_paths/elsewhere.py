@@ -70,9 +70,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The output [B, L, H, d] of queries [B, H, L, d], as transformers calls an attention.
 
-    The formulas count the keys that the mask shows to a query, without padding and other documents.
-    Raises UserError for dropout, for learned sinks, and for a mask that shows other keys than those
-    since the start of the query's document.
+    In the formulas, n counts the keys that the mask shows to a query, without padding and other
+    documents. Raises UserError for dropout, for learned sinks, and for a mask that is not causal
+    within documents.
     """
     attention = layer.variant
     if dropout or s_aux is not None:
@@ -94,9 +94,9 @@ def attend(
 
 
 def count_keys(mask: Tensor) -> int:
-    """How many keys there are for a mask [B, Lq, Lk]: a static cache has room for later ones.
+    """Return how many keys of a mask [B, Lq, Lk] are in use: a static cache has room for more.
 
-    A query's own key is the last that it sees; padding on the right does not see its own.
+    The last key that a query sees is its own position, unless the query is padding on the right.
     """
     query = torch.arange(mask.shape[1], device=mask.device)
     key = torch.arange(mask.shape[2], device=mask.device)

@@ -13,8 +13,8 @@ from attention_paths.reference import Context, ReferenceAttention
 class Factors:
     """Keys or values x_hj = sum_r a_rjh b_rj of all heads h, with b_rj [d] shared by the heads.
 
-    a is [B, R, Lk, H] and b [B, R, Lk, d]. What follows for a single query is computed from them
-    without x [B, H, Lk, d], which takes fewer operations and reads less memory.
+    a is [B, R, Lk, H] and b [B, R, Lk, d]. `dot`, `squared_norms` and `mix` do without
+    x [B, H, Lk, d]: for a single query that takes fewer operations and reads less memory.
     """
 
     a: Tensor
@@ -40,8 +40,8 @@ class Factors:
     def squared_norms(self) -> Tensor:
         """|x|^2, [B, H, 1, Lk]: the sum over r and s of a_r a_s b_r . b_s.
 
-        Where these terms cancel, what is left is rounding: it is at least the rounding's size, so
-        that a normalised x is not longer than 1 by much.
+        Where these terms cancel, only rounding error is left. The result is clamped to at least the
+        size of that error, so that a normalised x is never much longer than 1.
         """
         a, b = self.a, self.b
         most = (a.abs() * b.norm(dim=-1, keepdim=True)).sum(1).square()

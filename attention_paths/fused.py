@@ -113,7 +113,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         phi=variant.phi.kernel,
         p=float(layer.p or 0),
         scale=scale,
-        # softpick, whose weights are of whole rows, is rectified, and always shifted
+        # softpick, the variant with row_weights that has a kernel, is rectified and always shifted
         shifted=variant.row_weights is not None or shift_of(variant, rows) is not None,
         signed=variant.phi.signed and variant.row_weights is None,
         window=window,

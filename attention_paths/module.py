@@ -1,4 +1,4 @@
-"""A layer's attention by the fastest way that its variant, device and dtype allow."""
+"""A layer's attention, computed by the fastest path that its variant, device and dtype allow."""
 
 import math
 from typing import Any
@@ -72,7 +72,7 @@ class Attention(ReferenceAttention):
         context: Context,
         heads: slice = ALL,
     ) -> Rows:
-        """Return the rows, whose scores have the factor log_a(a + n), a = log_base."""
+        """Return ReferenceAttention.rows; log_base = a multiplies their scores by log_a(a + n)."""
         rows = super().rows(q, Lk, context, heads)
         if self.log_base is not None:
             growth = (rows.n + self.log_base).log() / math.log(self.log_base)  # [Lq, 1]
@@ -82,9 +82,9 @@ class Attention(ReferenceAttention):
     def path(self, q: Tensor, Lk: int, context: Context = NO_CONTEXT) -> str:
         """Return the path to take: 'sdpa', 'varlen', 'triton', 'blocked' or 'reference'.
 
-        Softmax at any scale takes torch's attention; on a GPU, where SDPA's FlashAttention takes no
-        mask, windows and documents take varlen_attn, or where it cannot run the kernels. Raises
-        UserError where `impl` requires kernels that cannot run.
+        Softmax at any scale takes torch's SDPA. On a GPU, SDPA's FlashAttention supports no mask,
+        so windows and documents take varlen_attn, or the Triton kernels if varlen_attn cannot run.
+        Raises UserError where `impl` requires kernels that cannot run.
         """
         if self.impl not in ("auto", "triton"):
             return self.impl

@@ -16,13 +16,13 @@ ALL = slice(None)
 class Context:
     """What a layer's attention depends on besides q, k and v."""
 
-    # on every score: the square of YaRN's attention factor; [1 or B, 1 or H, 1 or Lq, 1] where
-    # sequences, heads or documents differ
+    # the factor on every score, the square of YaRN's attention factor: [1 or B, 1 or H, 1 or Lq, 1]
+    # where sequences, heads or documents differ
     score_scale: float | Tensor = 1.0
     row_inputs: dict[str, Tensor] = field(default_factory=dict)  # [B, H, Lq]: Variant.from_input
     log_forget: Tensor | None = None  # [B, H, Lk]: the logarithms of the keys' forget gates
-    # [B, Lq] of each query, counted from the first token of its document, before which it sees no
-    # key; None: a sequence is one document
+    # [B, Lq]: each query's position in its document, whose first token is the first key that it
+    # sees; None: a sequence is one document
     document_positions: Tensor | None = None
 
     def select(

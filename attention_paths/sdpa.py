@@ -53,7 +53,7 @@ def scaled(
     dtype: torch.dtype,
     context: Context,
 ) -> tuple[Tensor, Tensor, float]:
-    """Return q and k in this dtype, and a number: scores are products of both times the number."""
+    """Return q and k in this dtype, and the scale: scores are scale * q k^T."""
     if layer.variant.l2_normalise:
         q, k = l2_normalise(q), l2_normalise(k)
     rows = layer.rows(q, k.shape[2], context)
@@ -66,8 +66,8 @@ def scaled(
 def takes_groups(q: Tensor, is_masked: bool) -> bool:
     """Tell whether SDPA takes grouped keys for queries like q without holding all scores.
 
-    On CUDA its FlashAttention alone does, which needs sm_80 (not a T4) and 16 bits, and takes no
-    mask.
+    On CUDA only FlashAttention does; it needs sm_80 (newer than a T4) and a 16-bit dtype, and takes
+    no mask.
     """
     if not q.is_cuda:
         return True

@@ -1,7 +1,7 @@
 """Softmax at any scale within windows and documents, by torch's varlen_attn: FlashAttention.
 
-varlen_attn attends within sequences of different lengths, one behind the other in a single tensor:
-here the documents of a batch.
+varlen_attn attends within sequences of different lengths, concatenated in a single tensor: here the
+documents of a batch.
 """
 
 import inspect
@@ -16,11 +16,11 @@ from attention_paths.sdpa import scaled
 
 # FlashAttention's largest head.
 LARGEST_HEAD = 256
-# Tokens that a document of a batch has on average, at least: FineWeb's have 690. The number of
-# sequences is fixed, because torch.compile would compile the model again for another one, and
-# FlashAttention launches thread blocks for each of them, also if it is empty.
+# The shortest mean length, in tokens, of a batch's documents; FineWeb's mean is 690. It limits the
+# number of sequences, which is fixed, because torch.compile would recompile the model for another
+# number, and limited, because FlashAttention launches thread blocks even for empty sequences.
 SHORTEST_MEAN = 32
-# Documents that a batch may have however short they are: so few empty sequences cost little.
+# A batch may have this many documents of any length: so few empty sequences cost little.
 ALWAYS_ROOM = 1024
 
 
@@ -97,12 +97,11 @@ def sequence_boundaries(
     document_positions: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """Return where the sequences of B rows of L tokens begin and the last one ends, int32.
+    """Return FlashAttention's cu_seqlens of B rows of L tokens: the sequences' starts, and the end.
 
-    Of rows that hold documents, whose tokens have these positions [B, L], each document is a
-    sequence; empty sequences follow, so that the shape depends on B and L alone. On more than
-    ALWAYS_ROOM documents of fewer than SHORTEST_MEAN tokens on average the device stops with an
-    assertion.
+    With `document_positions` [B, L], each document is a sequence, and empty sequences follow, so
+    that the shape depends only on B and L. If there are more than ALWAYS_ROOM documents, of fewer
+    than SHORTEST_MEAN tokens on average, an assertion fails on the device.
     """
     if document_positions is None:
         return torch.arange(0, B * L + 1, L, dtype=torch.int32, device=device)

@@ -1,10 +1,10 @@
 """Training windows that begin at a document, packed by best fit as in nanochat.
 
-A window has T + 1 tokens. The longest document that fits is put into it, again and again; where
-none fits, the shortest one is cropped to fill the window. nanochat chooses among the documents of a
-buffer, which depends on the batches before. Here it is among all documents of a shard: the windows
-follow from the shard alone and are put in order as windows of the stream are, so that batches stay
-a pure function of (seed, step). Every epoch crops the same tokens.
+A window has T + 1 tokens. It is filled with the longest document that fits, repeatedly; when none
+fits, the shortest document is cropped to fill the rest. nanochat chooses from a buffer, whose
+content depends on earlier batches. This code chooses from all documents of a shard: the windows
+depend only on the shard and are shuffled like TokenLoader's windows, so that batches remain a pure
+function of (seed, step). Every epoch crops the same tokens.
 """
 
 from bisect import bisect_right

@@ -1,10 +1,10 @@
 """Documents to shards: tokenise on all cores, write whole shards, resume after a kill.
 
 The tokens of the documents, each with end-of-text before it, are cut into shards of exactly
-`shard_size`, the last one shorter. With each shard meta.json records where the next one starts: a
-state of the reading, and the number of tokens from there. The next shards depend on nothing else,
-neither on timing nor on the number of workers, so shards that are made in many attempts are equal
-to the shards of a single run, bit for bit.
+`shard_size`; the last shard may be shorter. For each shard, meta.json records where the next shard
+starts: a state of the reader, and the number of tokens to skip from there. The next shards depend
+on nothing else, neither on timing nor on the number of workers, so shards made in several attempts
+are bit-for-bit equal to those of a single run.
 """
 
 import argparse
@@ -44,8 +44,8 @@ TASKS_PER_WORKER = 16
 # Reads documents in a fixed order. It takes a state, which is JSON, or None for the start, and
 # yields batches: the state from which reading starts with this batch, and its documents.
 Read = Callable[[Any], Iterator[tuple[Any, list[Document]]]]
-# The same of tokens: it yields the state of each batch, or None for a batch that a state cannot
-# begin with, and its tokens [n].
+# The same for tokens: it yields the state of each batch, or None if reading cannot start with that
+# batch, and its tokens [n].
 Stream = Callable[[Any], Iterator[tuple[Any, shards.Tokens]]]
 
 
@@ -87,12 +87,13 @@ def build(
 ) -> None:
     """Make the folder `out_dir` of shards `<prefix>_<split>_<number>.bin` and its meta.json.
 
-    The streams are written in order, each in shards of its own: the first of two streams is for
-    validation, and of a single stream the first shard. `options` are those of `parse_options`,
-    and `repeat` and `within`, the share and length of `with_repeats` for the streams after the
-    first. Called again, it resumes after the last whole shard, or says that all is done. In
-    meta.json `source` says where the documents come from; `documents` is JSON that changes when the
-    documents do. `content`, if given, does too, and is compared where the folder records it.
+    The streams are written in order, and no shard mixes two streams. Validation gets the first of
+    two streams, or the first shard of a single stream. `options` has the options of
+    `parse_options`, and `repeat` and `within`, the share and length of `with_repeats` for the
+    streams after the first. Called again, it resumes after the last whole shard, or says that all
+    is done. In meta.json `source` says where the documents come from; `documents` is JSON that
+    changes when the documents do. `content`, if given, does too, and is compared only if the folder
+    records it.
 
     Raises UserError if the folder holds shards of other documents or settings, or of unknown
     origin; if another process is making them; or if the documents have too few tokens for both
@@ -126,7 +127,7 @@ def new_meta(options: argparse.Namespace, documents: list, source: str) -> shard
 def write_set(
     out_dir: Path, prefix: str, streams: list[Stream], tokenizer: str, wanted: shards.Meta
 ) -> None:
-    """Make the folder of `build` from tokens, as its meta.json `wanted` says."""
+    """Make the folder of `build` from streams of tokens; `wanted` is its initial meta.json."""
     with lock_folder(out_dir, "making this set"):
         meta = _resume(out_dir, wanted)
         if meta["complete"]:
@@ -229,17 +230,17 @@ def _cut_shards(
 
 
 def tokenised(read: Read, options: argparse.Namespace, repeat: float) -> Stream:
-    """Return the tokens of documents; a share `repeat` of passages has an excerpt after it."""
+    """Return a Stream of the documents' tokens; `repeat` is the share of `with_repeats`."""
     return lambda state: _tokenise(read(state), options, repeat)
 
 
 def _tokenise(
     batches: Iterator[tuple[Any, list[Document]]], options: argparse.Namespace, repeat: float
 ) -> Iterator[tuple[Any, shards.Tokens]]:
-    """Yield the tokens [n] of each task in order, after the state of the batch that it begins.
+    """Yield (state, tokens [n]) of each task in order, from several threads.
 
-    The state is None for the other tasks of a batch. Threads are enough: tokenizers release
-    Python's lock while they work.
+    The first task of a batch has the batch's state, the others None. Threads are enough: tokenizers
+    release the GIL while they work.
     """
     tokenizer = get_tokenizer(options.tokenizer)
     eot = np.array([tokenizer.eot], dtype=np.uint16)
@@ -289,11 +290,11 @@ def group(pieces: Iterable[str | None]) -> Iterator[list[str | None]]:
 
 
 def with_repeats(tokens: shards.Tokens, share: float, within: int) -> shards.Tokens:
-    """Insert an excerpt of itself after a share of the passages of `within` >= 16 tokens.
+    """After a share of the passages of `within` >= 16 tokens, insert an excerpt of the passage.
 
-    The excerpt has 1/8 to 1/4 as many tokens as the passage, and begins anywhere in it, but so that
-    the excerpt and its copy lie within `within` tokens. The choice is random with the tokens [n] as
-    the seed, so it depends on nothing else.
+    The excerpt has 1/8 to 1/4 of `within` tokens, and a random start such that the excerpt and its
+    copy lie within `within` tokens. The random choices are seeded by the tokens [n], so they depend
+    on nothing else.
     """
     rng = random.Random(zlib.crc32(tokens.data))
     chunks = []

@@ -1,4 +1,4 @@
-"""What becomes a document: the rows of a data set, without nulls and empty ones, cut at marks."""
+"""Turn the rows of a data set into documents: leave out empty rows, and split at marks."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator

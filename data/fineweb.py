@@ -1,9 +1,9 @@
-"""Make the shards of FineWeb, or of any dataset of the hub: `python -m data.fineweb`.
+"""Make the shards of FineWeb, or of any dataset of Hugging Face's hub: `python -m data.fineweb`.
 
-GPT-2's BPE or another --tokenizer, end-of-text before every document, shards of 100M tokens: number
-0 for validation, the others for training. Documents are read over the network as they are needed,
-or from parquet files on disk (--parquet): the shards are the same. Stopped at any point, the same
-command resumes after the last whole shard.
+Documents are tokenised by GPT-2's BPE or another --tokenizer, each with end-of-text before it, and
+written in shards of 100M tokens: shard 0 is for validation, the others for training. Documents are
+streamed over the network, or read from parquet files on disk (--parquet): the shards are the same.
+After an interruption, the same command resumes after the last whole shard.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Token ids that another program has written: nanoGPT's .bin and build-nanogpt's .npy, to shards.
+"""Make shards from token ids of another program: nanoGPT's .bin and build-nanogpt's .npy.
 
-They are copied as they are, in order, once they are known to be ids of the tokenizer.
+The ids are copied unchanged and in order, after a check that they are within the vocabulary.
 """
 
 import argparse

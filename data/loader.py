@@ -2,7 +2,7 @@
 
 With block size T, window w of a shard is its tokens w T to w T + T inclusive: T inputs and, shifted
 by one, T targets. With B sequences a step and n whole windows in all shards, sequence i of step s
-has the index g = s B + i: epoch g // n visits each window once, in an order of its own. No state is
+has the index g = s B + i: epoch g // n visits each window once, in a new order. No state is
 carried between steps, so resuming needs only the step, and each rank takes its slice of the same
 global batch.
 """
@@ -61,10 +61,10 @@ class Batching:
 
 
 class Documents(NamedTuple):
-    """What attention within documents meets in the training windows."""
+    """Statistics of the training windows, for attention within documents."""
 
-    per_window: float  # the mean count of documents, of which a part may lie in the window
-    n_quartiles: list[int]  # of the keys of a row's document up to its own
+    per_window: float  # mean number of documents, including those that are cut off
+    n_quartiles: list[int]  # of n, the number of keys that a row sees within its document
     shards_without: list[str]  # training and validation shards in which no document begins
 
 
@@ -124,7 +124,7 @@ class Loader(ABC):
 
     @abstractmethod
     def identity(self) -> Identity:
-        """Return what tells these data from others, which would make another run."""
+        """Return what identifies these data: a run cannot be resumed with other data."""
 
     @abstractmethod
     def _read(self, step: int) -> Batch:

@@ -1,11 +1,10 @@
-"""Recall: find again what was said, however far away it was said.
+"""Recall tasks: an answer is determined by one or a few earlier tokens, at any distance.
 
-The loss on text is worth little as a test of a long context, as most of what predicts a token is
-near. Here an answer follows from one place, or from few, at any distance. Loss and accuracy are of
-answers alone. Of 256 token ids a task has:
+The loss on text says little about the use of a long context, because most of what predicts a token
+is near it. Here loss and accuracy are over the answers only. The tasks share 256 token ids:
 
-lookup    4 of 12 keys get a value of 16 each: key and value are one token, so that finding it takes
-          one match and no positions. At the end the 4 keys are asked in random order.
+lookup    4 of 12 keys get one of 16 values each. Key and value are one token, so that finding it
+          takes one match and no positions. At the end the 4 keys are asked in random order.
 mqar      multi-query associative recall (Arora et al. 2023): 4 of 128 keys, each followed by a
           value of 64; later each key is asked at a random place. In the authors' code such places
           follow a power law that prefers the nearest ones, and noise may contain keys.
@@ -14,8 +13,8 @@ latest    as lookup, but each key is assigned three times: the answer is its lat
 latest_2  the answer is the last value but one (Yang et al. 2025, PaTH: MQRAR-2).
 sort      symbols of 32, a separator, and the symbols in order (Vasylenko et al. 2025, ASEntmax).
 
-All other tokens are noise, which has tokens of its own. The sizes are smaller than the authors', so
-that a model learns a task within minutes on a CPU.
+All other tokens are noise, drawn from the remaining ids. The sizes are smaller than the authors',
+so that a model learns a task within minutes on a CPU.
 """
 
 import hashlib
@@ -51,7 +50,7 @@ SYMBOLS = 32
 
 
 class Drawn(NamedTuple):
-    """A sequence: its tokens [L] and, for each of its n answers [n], where it is due and from."""
+    """A sequence: its tokens [L] and, for each of its n answers [n], its place and its source."""
 
     tokens: Ints
     places: Ints  # of the positions whose outputs answer
@@ -136,10 +135,10 @@ def targets(drawn: Drawn) -> Ints:
 
 
 class RecallLoader(SimulatedLoader):
-    """Batches of one length each: of T, or in half of the steps of T / 4 to T.
+    """Batches whose sequences have one length: T in half of the steps, else T / 4 to T.
 
-    Every batch has as many sequences, so that a shorter batch has fewer tokens. `first_id` is added
-    to all token ids. Raises UserError if T / 4 is too short for a task.
+    Every batch has the same number of sequences, so that a shorter batch has fewer tokens.
+    `first_id` is added to all token ids. Raises UserError if T / 4 is too short for a task.
     """
 
     unit = "sequence"
@@ -205,10 +204,10 @@ def hash_sequences(task: str) -> str:
 def chance(task: str, length: int, pairs: int = PAIRS) -> float:
     """The share of answers that a model gets right without matching any key.
 
-    It sees the values of a sequence in their order, but not whose they are, and always names the
-    value that is most likely to be asked for. Its share is the same at every length. sort has no
-    keys: there the share is that of repeating the answer before, which grows with the length. That
-    is a simple rule, not the best possible guess.
+    It sees the values of a sequence in their order, but not which keys they belong to, and always
+    names the value that is most likely to be asked for. The share is the same at every length. sort
+    has no keys: its share is the accuracy of repeating the previous answer, which grows with the
+    length. That is a simple rule, not the best possible guess.
     """
     if task == "sort":
         return right_by_repeating(length)

@@ -32,11 +32,12 @@ TOKEN = np.dtype("<u2")
 
 META = "meta.json"
 
-# Shards of a split that are larger together are told apart by this much of the start of each.
+# If the shards of a split exceed WHOLE_BYTES together, only START_BYTES of each are hashed.
 WHOLE_BYTES = 1 << 28
 START_BYTES = 1 << 20
 
-# What tells the data of two runs apart: a description or a hash, by the name of what it is of.
+# Identifies the data of a run: from the name of a part, such as "training shards", to its hash or
+# description.
 Identity = dict[str, str]
 
 Tokens = NDArray[np.uint16]
@@ -197,10 +198,10 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
 
 
 def identity_of(data_dir: str | Path) -> Identity:
-    """Return what tells a folder's shards from other shards, wherever the folder lies.
+    """Return what identifies the shards of a folder, whatever its path.
 
-    It has a hash of the shards of each split and, if meta.json records how all of them were when
-    they were made, a hash of that. Raises UserError as `list_shards`.
+    It has a hash of the shards of each split and, if meta.json has the checksums of all shards from
+    when they were made, a hash of those checksums. Raises UserError as `list_shards` does.
     """
     identity = {
         "training shards": hash_shards(data_dir, "train"),
@@ -225,7 +226,7 @@ def data_difference(before: Identity, now: Identity) -> str | None:
 def hash_shards(data_dir: str | Path, split: str) -> str:
     """Hash the shards of a split in order, whatever they are called.
 
-    Every byte counts if they have at most WHOLE_BYTES together; otherwise the size and the first
+    All bytes are hashed if they are at most WHOLE_BYTES together; otherwise the size and the first
     START_BYTES of each shard. Raises UserError as `list_shards`, and where a shard cannot be read.
     """
     paths = list_shards(data_dir, split)

@@ -5,7 +5,8 @@ Reads .txt, .md and .py (each file is a document), .jsonl, also compressed as .j
 folder stands for all such files in it that are not hidden. Without paths it uses the source code
 of Python's standard library, which every machine has. For validation it uses the files named by
 --val, or a tenth of several files, chosen by a hash of their names, or the last tenth of a single
-file, from the first document that begins in it (of one document: paragraph, or else line or word).
+file, from the first document that begins in it. A file that is a single document is divided before
+a paragraph, or else a line or a word.
 
 Files of ids, nanoGPT's train.bin and build-nanogpt's .npy, are copied as they are, and need --val.
 
@@ -100,7 +101,7 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
 
 
 def walk(folder: Path, without: Collection[str]) -> Iterator[Path]:
-    """Yield the files below a folder, but for hidden ones and subfolders in `without`."""
+    """Yield the files below a folder, except hidden ones and folders named in `without`."""
     for parent, folders, files in os.walk(folder):
         # os.walk enters the folders that stay in its list
         folders[:] = [name for name in folders if name[0] != "." and name not in without]
@@ -286,9 +287,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("paths", nargs="*", metavar="PATHS", help="files and folders")
     parser.add_argument("--val", nargs="+", metavar="PATHS", help="files for validation")
-    field = f"of JSON or parquet; default: {COLUMN}"
+    field = f"the JSON field or parquet column of the text; default: {COLUMN}"
     parser.add_argument("--field", default=COLUMN, help=field)
-    share = "the share of the training text's passages of T tokens that an excerpt follows"
+    share = "the share of the T-token passages of the training text that an excerpt follows"
     parser.add_argument("--repeat", type=float, default=0, metavar="SHARE", help=share)
     parser.add_argument("--within", type=int, default=0, metavar="T", help="the training length")
     args = parse_options(parser, argv, tokenizer="bytes")

@@ -112,7 +112,7 @@ def open_file(path: str) -> Tokenizer:
 
     def encode(text: str) -> NDArray[np.integer]:
         try:
-            # encoding a batch releases Python's lock, encoding a single text does not
+            # encoding a batch releases the GIL, encoding a single text does not
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except Exception as error:  # the library raises nothing more specific
             raise UserError(f"{path}: cannot encode {text[:30]!r}: {error}") from error

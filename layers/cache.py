@@ -12,13 +12,13 @@ from errors import UserError
 class KVCache:
     """Keys (after RoPE) and values, or their factors, of up to `size` positions of every layer.
 
-    Attention with a window needs the last positions only: the cache holds these, the newest last.
+    For attention with a window, the cache keeps only the last `window` positions, the newest last.
     """
 
     def __init__(self, size: int):
         self.size = size
         self.length = 0
-        # [B, 1]: tokens of the last document of each sequence; None: a sequence is one document
+        # [B, 1]: cached tokens of each sequence's last document; None: a sequence is one document
         self.document_length: Tensor | None = None
         # keys, values and forget gates, or factors and gates
         self.layers: dict[Attention, list[Tensor]] = {}

@@ -6,9 +6,10 @@ from torch import Tensor
 
 
 def positions_in_documents(is_start: Tensor, read: Tensor | None = None) -> Tensor:
-    """Return the position of each token in its document, int32 [B, L], from 0 where it `is_start`.
+    """Return the position of each token in its document, int32 [B, L]: 0 where `is_start` is True.
 
-    A sequence begins within a document of which `read` [B, 1] tokens came before; None: 0.
+    `read` [B, 1] is the number of earlier tokens, such as cached ones, of the document in which a
+    sequence begins. None means 0.
     """
     token = torch.arange(is_start.shape[1], dtype=torch.int32, device=is_start.device)
     begins_at = token[:1] if read is None else -read
@@ -19,7 +20,7 @@ def positions_in_documents(is_start: Tensor, read: Tensor | None = None) -> Tens
 def document_lengths(positions: Tensor, following: int) -> Tensor:
     """Return the length of each token's document, int32 [B, L], from its position there.
 
-    So many tokens are still to follow a sequence, in its last document.
+    `following` is the number of tokens of a sequence's last document that come after the sequence.
     """
     L = positions.shape[1]
     token = torch.arange(L, dtype=torch.int32, device=positions.device)

@@ -25,7 +25,7 @@ SHARED_FORMULAS = (
     Definition("layers.heads", "alibi_heads"),
     Definition("config", "Config.nope_heads"),
 )
-# The script of a variant may import these, which have no formulas.
+# A variant's script may import these: they have no formulas, so formulas_hash leaves them out.
 MODULES_WITHOUT_FORMULAS = (
     "train",
     "model",
@@ -102,8 +102,8 @@ def alibi_heads(config: Config, heads: range) -> int:
 def formulas_hash(config: Config) -> str:
     """A hash of the source of the formulas of a layer's attention; runtime.source describes it.
 
-    Of an entry that a script has put into VARIANTS it is the source of the modules that define its
-    functions.
+    For an entry that a script has added to VARIANTS, it covers the whole modules that define the
+    entry's functions.
     """
     names = [config.attention]
     if config.local_window is not None:

@@ -17,8 +17,8 @@ from model import SelfAttention
 class HybridAttention(SelfAttention):
     """Self-attention whose first `nope_heads` heads have no positions.
 
-    With a local_window these heads are `attention`, and the others `local`: softmax over that many
-    keys.
+    With a local_window, `attention` computes these heads, and `local` the other heads, as softmax
+    over the last `local_window` keys.
     """
 
     local: Attention | None

@@ -10,7 +10,7 @@ from torch import Tensor
 # Tokens whose logits are in memory at once. A GPU needs more of them to be busy.
 CHUNK_CPU = 1024
 CHUNK_GPU = 4096
-# Rows of the weights' gradient that a product adds to at once, so that the product is small.
+# Rows of the weight gradient that are accumulated at once, so that the temporary product is small.
 VOCABULARY_PART = 4096
 # Logits whose softmax a CPU computes at once: 2 MB in float32, which stay in its cache.
 CACHED_LOGITS = 2**19
@@ -20,7 +20,7 @@ SoftmaxGradient = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def softmax_gradient(logits: Tensor, targets: Tensor, n_vocab: int) -> Tensor:
-    """Return the losses [m] of logits [m, padded], and turn these into the gradient of their sum.
+    """Return the losses [m] of logits [m, padded]; overwrite logits with the gradient of their sum.
 
     The logits from n_vocab on are padding. A target below 0 has no loss.
     """
@@ -53,8 +53,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         """Return the loss of x [n, n_embd] with weight [k * padded, n_embd] and targets.
 
-        Targets are [n] or, k of each token, [n, k]. `gradient` is softmax_gradient or the same
-        function compiled.
+        Targets are [n] or, with k targets per token, [n, k]. `gradient` is softmax_gradient or the
+        same function compiled.
         """
         losses = torch.empty_like(targets, dtype=full_precision(x))
         x_gradients = []
@@ -78,7 +78,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
         x_gradient, weight_gradient, count = ctx.saved_tensors
-        # not earlier: the loss scale is in loss_gradient, and float16 needs it
+        # only now: loss_gradient has GradScaler's loss scale, which float16 gradients need
         factor = loss_gradient / count
         weight_gradient.mul_(factor)  # autograd refuses a second backward pass
         return x_gradient.to(ctx.dtype) * factor, weight_gradient, None, None, None
@@ -90,9 +90,9 @@ def token_losses(
     targets: Tensor,
     n_vocab: int,
 ) -> Tensor:
-    """Return the float32 losses of all targets, in their shape: 0 of a target below 0.
+    """Return the float32 losses of all targets, in their shape; a target below 0 has loss 0.
 
-    The arguments are those of LinearCrossEntropy.
+    The arguments are as in LinearCrossEntropy.forward.
     """
     losses = torch.empty_like(targets, dtype=torch.float32)
     for chunk in chunks(x, weight, targets, losses):
@@ -109,7 +109,7 @@ class Chunk(NamedTuple):
     x: Tensor  # [m, n_embd]
     weight: Tensor  # [k * padded, n_embd]
     targets: Tensor  # [m] or [m, k]
-    losses: Tensor  # in targets' shape, to fill: a small tensor for each part fragments the heap
+    losses: Tensor  # like targets, filled in place: a small tensor per part fragments the heap
     logits: Tensor  # [m, k * padded]
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -22,7 +22,7 @@ class Rope:
     scaling: str = "none"
     # s in 'linear', 'ntk', 'yarn' (None: length / trained_length); alpha in 'dynamic_ntk' (None: 1)
     factor: float | None = None
-    # of the pairs, the fastest, that turn at all: p-RoPE (Barbero et al. 2024, arXiv 2410.06205)
+    # the share of pairs, the fastest, that rotate: p-RoPE (Barbero et al. 2024, arXiv 2410.06205)
     share: float = 1.0
 
     SCALINGS = ("none", "linear", "ntk", "dynamic_ntk", "yarn")
@@ -40,7 +40,7 @@ class Rope:
     def frequencies(self, length: int) -> tuple[Tensor, float]:
         """Angles per position [d/2] in float64, and the factor on every score, at this length.
 
-        Pairs that turn are scaled as they are where all turn.
+        With p-RoPE, the pairs that rotate have the same frequencies as if all pairs rotated.
         """
         frequencies, score_scale = self._of_all_pairs(length)
         turning = round(self.share * len(frequencies))
@@ -92,7 +92,7 @@ class Rotation:
 
     cos: Tensor  # [L, d/2], or [B, 1, L, d/2] where documents are of different lengths
     sin: Tensor
-    score_scale: float | Tensor  # of each query, [B, 1, L, 1], where documents are
+    score_scale: float | Tensor  # a tensor has a factor for each query, [B, 1, L, 1]
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
@@ -105,7 +105,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 class RopeTable(nn.Module):
-    """The rotations of all positions of a length; computed again when the length changes."""
+    """A table of the rotations of all positions up to a length, recomputed for another length."""
 
     cos: Tensor
     sin: Tensor
@@ -144,15 +144,15 @@ class RopeTable(nn.Module):
         length: int,
         document_positions: Tensor | None = None,
     ) -> Rotation:
-        """The rotations of positions start to end - 1 of a text of this length.
+        """Return the rotations of positions start to end - 1 of a text of this length.
 
-        With the positions of these tokens in their documents [B, L], each document is scaled as it
-        is alone.
+        With `document_positions` [B, L], a scaled RoPE is scaled for the length of each document,
+        as if it were a text by itself.
         """
         is_scaled = self.rope.scaling != "none"
         if is_scaled and document_positions is not None:
             return self.of_documents(document_positions, following=length - end)
-        # without a scaling a longer table serves, and a model under torch.compile stays compiled
+        # without scaling, a longer table works too, and torch.compile need not recompile the model
         if length > self.length or (is_scaled and length != self.length):
             self.set(self.rope, length)
         cos = self.cos[start:end]
@@ -160,9 +160,9 @@ class RopeTable(nn.Module):
         return Rotation(cos, sin, self.score_scale)
 
     def of_documents(self, positions: Tensor, following: int) -> Rotation:
-        """The rotations of tokens at positions [B, L], each scaled for its document's length.
+        """Return the rotations of tokens at positions [B, L], scaled for their documents' lengths.
 
-        So many tokens are still to follow in the last document of a sequence.
+        `following` is the number of tokens of the last document that come after the sequence.
         """
         positions = positions.cpu()  # for float64
         lengths = document_lengths(positions, following)

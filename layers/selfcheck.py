@@ -19,11 +19,11 @@ from errors import UserError
 from layers.documents import positions_in_documents
 from layers.heads import formulas_hash
 
-# The largest relative error, (8 + p) roundings of bfloat16, to which float32 inputs come close in
-# TF32: four times that of sound kernels. A wrong sign, scale, index or mask makes it 0.2 to 2.
+# Relative errors of up to (8 + p) roundings of bfloat16 are tolerated: four times those of correct
+# kernels, also for float32 inputs in TF32. A wrong sign, scale, index or mask gives 0.2 to 2.
 ROUNDING = 2.0**-7
-# Queries: no multiple of a tile (on a GPU, three tiles of 128 keys and a part of one), and a
-# multiple of 16, as most training lengths are, for which Triton compiles other kernels
+# Numbers of queries. ODD is not a multiple of a tile: on a GPU it is three tiles of 128 keys and a
+# partial tile. EVEN is a multiple of 16, as most training lengths are: Triton specialises for it.
 ODD, EVEN = (77, 64) if launch is None or launch.INTERPRETED else (3 * 128 + 77, 512)
 # Keys that exceed any window.
 MANY_KEYS = 2**30
@@ -37,14 +37,14 @@ def check_kernels(
     say: Callable[[str], None] | None = None,
     within_documents: bool | None = None,
 ) -> dict[str, Any]:
-    """Say the path of a model's attention; returns what environment.json records of it.
+    """Check the kernels of a model's attention; return what environment.json records about them.
 
-    `within_documents` tells whether it is to be within documents; None: as document_mask says.
+    If the path is 'triton' or 'varlen', the kernels are compared with the float32 reference in one
+    layer of each kind: forward, backward and for a single query. If they differ or raise on any
+    rank, the model falls back to 'blocked' or, with attention_impl = 'triton', UserError is raised.
 
-    If it is 'triton' or 'varlen', the kernels and the reference in float32 compute the attention
-    forward, backward and for a single query, in one layer of each kind. If they differ, or the
-    kernels raise, on any rank (`any_rank` tells whether its argument is true on one), the model
-    takes 'blocked' instead or, with attention_impl = 'triton', UserError is raised.
+    `any_rank` tells whether its argument is true on any rank, and `say` reports the path.
+    `within_documents` tells whether attention stays within documents; None: as document_mask says.
     """
     if within_documents is None:
         within_documents = config.document_mask
@@ -104,7 +104,7 @@ def check(
     try:
         errors = relative_errors(layer, groups, config, q, within_documents)
         if by_varlen and window is not None and window > EVEN // 2:
-            # varlen_attn takes no fewer queries than keys: this window hides some of EVEN keys
+            # varlen_attn needs as many queries as keys: a smaller window hides some of EVEN keys
             layer.window = EVEN // 2
             errors |= relative_errors(layer, groups, config, q, within_documents)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -126,10 +126,10 @@ def relative_errors(
     q: Tensor,
     within_documents: bool,
 ) -> dict[str, float]:
-    """Relative errors of the kernels for two lengths, ODD and EVEN.
+    """Return the relative errors of the kernels for two lengths, ODD and EVEN.
 
-    With a window, also for the last ODD queries after so many keys that it hides some. Documents
-    are four, one of them a single token.
+    With a window, also for ODD queries at the end of so many keys that the window hides some. Of
+    four documents, one is a single token.
     """
     errors = {}
     impl = layer.impl
@@ -153,7 +153,7 @@ def relative_errors(
         exact = evaluate(layer, [x.float() for x in tensors], context)
         layer.impl = impl
         for name, value in computed.items():
-            # of gradients that are nearly 0, as of sharp weights, relative to the output's gradient
+            # sharp weights make gradients nearly 0: those are relative to the output's gradient
             size = max(exact[name].norm(), 1e-3 * tensors[3].float().norm())
             error = (value.float() - exact[name]).norm() / size
             errors[f"{name} with {described}"] = float(error)
@@ -165,9 +165,9 @@ def evaluate(
     tensors: list[Tensor],
     context: Context,
 ) -> dict[str, Tensor]:
-    """The output for q, k, v, its gradients by all that is learnt, and the last query's output.
+    """Return the output, the last query's output, and the gradients of inputs and parameters.
 
-    The output's gradient follows q, k and v.
+    `tensors` are q, k, v and the gradient of the output.
     """
     q, k, v, gradient = tensors
     learnt = {"q": q, "k": k, "v": v, **dict(layer.named_parameters())}

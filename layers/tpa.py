@@ -20,8 +20,9 @@ from model import SelfAttention
 class TensorProductAttention(SelfAttention):
     """Self-attention whose q, k and v are sums of outer products.
 
-    In q = 1/R sum_r a_r b_r^T, a_r [H] and b_r [d] are linear in the input. RoPE acts on b_r, which
-    is the same as on q. The cache keeps the factors of k and v: 2 R (H + d) values a position.
+    In q = 1/R sum_r a_r b_r^T, a_r [H] and b_r [d] are linear in the input. RoPE rotates b_r, which
+    is equivalent to rotating q. The cache keeps the factors of k and v: 2 R (H + d) values per
+    position.
     """
 
     residual_std = 0.0  # the authors start c_proj at 0
@@ -53,8 +54,8 @@ class TensorProductAttention(SelfAttention):
     def initialise(self) -> None:
         """Draw the weights of the factors from Xavier's uniform distribution.
 
-        As in the authors' code, torch counts the inputs and outputs of a as a tensor [n_embd, H, R]
-        and of b as [n_embd, R, d]: R (n_embd + H) and d (n_embd + R) of them.
+        The authors initialise a as a tensor [n_embd, H, R] and b as [n_embd, R, d], for which torch
+        computes fan_in + fan_out as R (n_embd + H) and d (n_embd + R).
         """
         n_embd = self.c_attn.in_features
         fans = []

@@ -96,9 +96,10 @@ class RowTerms(NamedTuple):
 
 @triton.jit
 def row_terms(STATS, TERMS, head, rows, L, AXIS, C):
-    """The RowTerms of rows. A term that the variant does not need stays delta.
+    """The RowTerms of rows.
 
-    Triton 3.6 cannot return a tuple with None.
+    A term that the variant does not need is delta, because Triton 3.6 cannot return a tuple that
+    contains None.
     """
     delta = load_term(TERMS, tiles.DELTA, head, rows, L, AXIS)
     gain = delta
@@ -216,7 +217,7 @@ def backward_keys(
             dout = tiles.load(tiles.Matrix(dout_pointer, H * C.D), rows, Lq, C)
             bias = row_bias(OPTIONAL.bias, STATS, head, rows, Lq, 0, F)
             terms = row_terms(STATS, TERMS, head, rows, Lq, 0, C)
-            # 0 for rows that do not exist, whose y it could make infinite
+            # 0 for rows past the end, where the bias could make y infinite
             tile_bias = key_bias
             if key_bias is not None:
                 tile_bias = tl.where((rows < Lq)[None, :], key_bias, 0.0)
@@ -263,7 +264,7 @@ def backward_queries(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What the atomics would sum for dq, for a block of rows; the gradient of their bias."""
+    """dq of a block of rows, which takes no atomics, and the gradient of the rows' bias."""
     block = tiles.row_block(Q, K, V, H, GROUP, Lq, Lk, OPTIONAL, C, BLOCK_M, BLOCK_N)
     head = block.head
     rows = block.rows

@@ -9,9 +9,9 @@ two stages    x_ij = gain_i a_ij - offset_i           gain is n_i / sum_j a_ij
               t_ij = relu(x_ij) / max_j x_ij          from 0 to 1, so that no power overflows
               O_i = sum_j t_ij^p v_j / W_i            W_i = sum_j t_ij^p
 
-The soft cap c and a bias b_j of each key are choices. So is a sink: one more key, whose value is 0
-and whose score is a logit of its head. It enters every sum and maximum over j, but not n_i. A
-choice that a variant does not make is not compiled. shift_i, which l1 cancels, keeps phi from
+The soft cap c, the bias b_j of each key and the sink are optional, and are not compiled where a
+layer does not use them. A sink is one more key, whose value is 0 and whose score is a logit of its
+head. It enters every sum and maximum over j, but not n_i. shift_i, which l1 cancels, keeps phi from
 under- or overflowing (phi.Function.shift). With a window of W keys, row i sees the keys
 i - W < j <= i, and n_i is min(i, W). With documents, row i sees no key before first_key_i, which
 n_i does not count. Tiles in which no row sees a key are never visited.
@@ -25,18 +25,19 @@ With U_i = sum_j t_ij^(p-1) v_j / R_i, R_i = sum_j t_ij^(p-1), and X_i = max_j x
     da_ij = gain_i dx_ij - E_i gain_i / n_i
     dz_ij = da_ij phi'(z_ij)
 
-The forward pass sums U, so that the backward pass need not compute E in a pass of its own.
+The forward pass computes U, so that the backward pass needs no extra pass over the keys for E.
 
 The kernels work on y, a constant times z for which exp is exp2 (phi.Function.argument), and their
 inputs are in its units. Most of the time goes to arithmetic on scores, so the factor of a whole row
 is applied outside of the tiles where possible: q arrives multiplied by its row's scale, and dO is
 multiplied by the factor of its row's weights before the backward pass, both rounded to the inputs'
-dtype. Scales and lengths of q and k are torch's, which torch.compile fuses with RoPE (fused.py).
+dtype. Scaling and normalising q and k is left to torch, so torch.compile fuses it with RoPE
+(fused.py).
 
 Matrix products: one stage has 2 in the forward and 5 in the backward pass, as FlashAttention has;
 two stages have 4 (3 without gradients) and 5. The backward pass adds up dq with atomics. Where the
 order of summation must be fixed (torch.use_deterministic_algorithms), or a bias of rows is learnt,
-dq has a kernel of its own, and the backward pass 7 products.
+a separate kernel computes dq, and the backward pass has 7 products.
 
 Products are in the inputs' dtype, bfloat16 or float32, and accumulate in float32; everything else
 is float32. float32 inputs are multiplied in full precision, or in TF32 if
@@ -61,12 +62,12 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 # ---- block shapes ----
 
-# (BLOCK_M queries, BLOCK_N keys, warps, pipeline stages) of each kernel with tiles, for head sizes
-# up to the key: for bfloat16 by generation of GPUs; for float32, which takes twice the memory and,
-# in full precision, more registers, by precision. They are fixed, not measured at run time, because
-# the order of summation depends on them: all processes of a run, and a resumed run, must choose the
-# same. They were chosen by instructions for a score, spilled registers and shared memory
-# (python -m tests.compile_kernels). At most 128 keys: see softplus_total.
+# (BLOCK_M queries, BLOCK_N keys, warps, pipeline stages) of each tiled kernel, by the largest head
+# size that they fit. For bfloat16 they depend on the generation of GPU; for float32, which takes
+# twice the memory and, in full precision, more registers, on the precision. They are not autotuned
+# at run time: the order of summation depends on them, and all ranks of a run, and a resumed run,
+# must use the same shapes. They were chosen by instructions per score, spilled registers and shared
+# memory (python -m tests.compile_kernels). At most 128 keys: see softplus_total.
 FORWARD = "forward"
 KEYS = "backward, keys"
 QUERIES = "backward, queries"
@@ -340,7 +341,7 @@ def empty_gradients(inputs: Inputs) -> Gradients:
 
 
 def row_ends(first_key: Tensor | None, Lk: int) -> Strided | None:
-    """The end of the rows whose documents have begun by each key, int32 [B, H, Lk]."""
+    """For each key, the end of the rows whose first key is not after it, int32 [B, H, Lk]."""
     if first_key is None:
         return None
     B, H, _ = first_key.shape

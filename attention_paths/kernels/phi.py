@@ -94,8 +94,8 @@ def product_less_one(q, r):
 def softplus_total(y):
     """The sum of softplus over each row of a tile of at most 128 keys; hidden y are -inf.
 
-    The sum of log2(1 + e) is the logarithm of the product of all 1 + e: one logarithm a row in
-    place of one a key. The product is at most 2 to the number of keys, which for 128 keys is
+    The sum of log2(1 + e) is the logarithm of the product of all 1 + e: one logarithm per row
+    instead of one per key. The product is at most 2 to the number of keys, which for 128 keys is
     infinite in float32.
     """
     q = tl.reduce(exp2_of_minus_abs(y), 1, product_less_one)

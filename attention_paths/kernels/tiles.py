@@ -1,7 +1,7 @@
 """What the fused kernels share: their arguments, loads and stores, the scores of a tile, stage 2.
 
 A tensor that a kernel writes is contiguous, as [B, L, H, d], or as [.., B, H, L] for statistics of
-rows. The inputs of the kernels have any strides, but contiguous columns.
+rows. The inputs of the kernels may have any strides, but their last dimension is contiguous.
 """
 
 from typing import NamedTuple
@@ -15,9 +15,10 @@ from attention_paths.kernels.phi import LOG2_E, reciprocal
 # As in attention.py; a test compares them.
 DEAD = tl.constexpr(1e-30)
 TIED = tl.constexpr(16 * 2.0**-23)
-# The largest score of a row that has seen no key yet. With an edge its first tile may have none.
+# The initial maximum of a row's y with EDGE, where a row may see no key in its first tile: -inf
+# would then make the shift infinite.
 NO_SCORE = tl.constexpr(-1e30)
-# Triton must not compile kernels of their own for 1 and for multiples of 16 of these arguments.
+# Triton must not compile separate kernels where these arguments are 1 or multiples of 16.
 UNSPECIALISED = ["H", "GROUP"]
 
 
@@ -139,8 +140,8 @@ def store(X, head, rows, L, value, C):
 
 @triton.jit
 def load_optional(x, head, positions, L, AXIS):
-    """Values [positions] of a Strided [B, H, L] or None, with a new axis; None of None."""
-    if x is not None:  # and no else: Triton 3.6 has no None to return
+    """Values [positions] of a Strided [B, H, L], with a new axis; None if the Strided is None."""
+    if x is not None:  # without an else branch: Triton 3.6 cannot return None explicitly
         vector = matrix_of(x, head.b, head.h)
         values = tl.load(vector.pointer + positions * vector.stride, positions < L, 0.0)
         return tl.expand_dims(values, AXIS)
@@ -175,9 +176,10 @@ def dot(a, b, C, acc=None):
 
 
 # ---- which keys a row sees ----
-# Each loop over tiles runs over spans of them: span 0, without a mask, has the tiles that every row
-# of a block sees whole, span 1 those on the diagonal, and span 2 those on the edge of the window or
-# of documents. A span is the first position of its first tile and the end of its positions.
+# Each loop over tiles visits them in two or three spans. Span 0 has the tiles that every row of a
+# block sees entirely, and needs no mask; span 1 has the tiles on the diagonal; span 2, with EDGE,
+# has those on the edge of the window or of documents. A span is the first position of its first
+# tile and the end of its positions.
 
 
 class RowBlock(NamedTuple):
