@@ -3,7 +3,7 @@
 python -m scripts.downstream RUN [RUN ...] --tasks paper
 python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
 
-Tasks of your own and the harness's other options: `lm_eval --model hf` on an exported run
+For custom tasks and the harness's other options, use `lm_eval --model hf` on an exported run
 (scripts.export_hf).
 
 Prints a table. RUN/downstream.json is a list of measurements: each task is saved when it is

@@ -1,5 +1,6 @@
-"""The command line of a command: options from the fields of a dataclass. Imports no torch, so that
-help and mistakes come at once.
+"""Parses a command line into a dataclass, each field of which is an option.
+
+Imports no torch, so that --help and error messages appear at once.
 """
 
 import argparse
