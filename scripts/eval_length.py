@@ -102,8 +102,8 @@ MEANING = "gain: of context beyond the training length, at the longest length; b
 class LossOptions(LengthOptions, ControlOptions):
     """Loss at lengths beyond the training length, over the same tokens at every length."""
 
-    tokens: int | None = option(None, "to predict (default: one per 24 weights)", at_least=1)
-    per_position: bool = option(False, "also the loss by position at the greatest length")
+    tokens: int | None = option(None, "tokens to predict (default: one per 24 weights)", at_least=1)
+    per_position: bool = option(False, "also measure the loss by position at the greatest length")
     whole_documents: bool = option(False, "only windows that lie inside one document")
     documents: str | None = option(
         None,

@@ -66,10 +66,14 @@ def lengths_of(text: str) -> tuple[int, ...]:
     return tuple(sorted(set(map(int, lengths))))
 
 
-RUN = {"metavar": "RUN", "help": "a run's folder, or a .pt in it"}
+RUN = {"metavar": "RUN", "help": "a run's folder, or a checkpoint (.pt) in it"}
 RUNS: dict[str, dict[str, Any]] = {
     "runs": {"nargs": "+"} | RUN,
-    "--out": {"metavar": "FILE", "type": picture_file, "help": "of the picture: .png, .pdf, .svg"},
+    "--out": {
+        "metavar": "FILE",
+        "type": picture_file,
+        "help": "picture to write: .png, .pdf, .svg",
+    },
 }
 
 
