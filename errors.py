@@ -22,7 +22,7 @@ def check_choice(key: str, value: Any, allowed: Collection[Any]) -> None:
     if value not in allowed:
         names = list(map(str, allowed))
         hint = did_you_mean(str(value), names)
-        raise UserError(f"{key} = {value!r}; {hint}it is one of {', '.join(names)}")
+        raise UserError(f"{key} = {value!r}; {hint}it must be one of {', '.join(names)}")
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
@@ -53,8 +53,8 @@ def first_line(error: Exception) -> str:
 def command(main: Callable[P, R]) -> Callable[P, R]:
     """Decorate a command's `main`: print a UserError as one sentence and exit with code 2.
 
-    Running out of memory is reported in the same way. Ctrl-C exits with 130, and output that nobody
-    reads any more, as in `| head`, with 1.
+    Running out of memory is reported in the same way. Ctrl-C exits with 130, and a closed output
+    pipe, as in `| head`, exits with 1.
     """
 
     @functools.wraps(main)

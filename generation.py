@@ -1,4 +1,4 @@
-"""Sampling from a model, with a cache of the keys and values of earlier positions."""
+"""Sampling from a model, with a key-value cache."""
 
 import math
 from typing import TypeVar
@@ -35,8 +35,8 @@ def read_prompts(
 ) -> tuple[Tensor, KVCache]:
     """Return the logits [B, n_vocab] of the token after each prompt, and a cache of all prompts.
 
-    The cache has room for so many new tokens. Prompts of different lengths are padded on the left:
-    the padding is a document of its own, which the prompt does not see.
+    The cache has room for `new_tokens` more tokens. Prompts of different lengths are padded on the
+    left; the padding is a separate document, so that the prompt does not attend to it.
     """
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
@@ -67,8 +67,8 @@ def generate(
 ) -> Prompts:
     """Continue prompts [B, L >= 1], or a list of prompts [L], by max_new_tokens >= 1 tokens each.
 
-    Returns texts, the prompts with their new tokens: [B, L + max_new_tokens] or a list. Each prompt
-    is continued as it is alone, up to the random numbers of sampling. Temperature 0 takes the
+    Returns the prompts followed by their new tokens: [B, L + max_new_tokens] or a list. The other
+    prompts of the batch change nothing but the random numbers of sampling. Temperature 0 takes the
     likeliest token; the token `never` is excluded. A RoPE scaling that depends on the length uses
     the final length of a text from the start, so that cached keys stay valid. Raises UserError for
     a text beyond the learned positions.

@@ -3,18 +3,18 @@
 config.json        every setting, resolved
 tokenizer.json     the tokenizer, unless it is built in
 data_dir.txt       the absolute path of data_dir, which another working directory needs
-environment.json   versions, machine, commit; what changed at a step where the run was resumed
-uncommitted.patch  the repository's changes since its commit, untracked .py files included; of a
-                   start that resumed at step 200 uncommitted_000200.patch
-began_with.json    step and sha256 of the checkpoint that init_from took its weights from
+environment.json   versions, machine, commit; the settings that were changed when resuming
+uncommitted.patch  the repository's uncommitted changes, untracked .py files included; resuming at
+                   step 200 adds uncommitted_000200.patch
+began_with.json    step and sha256 of the checkpoint whose weights init_from loaded
 wandb.json         the run's id in wandb
-metrics.jsonl      one object per line, for a step or a validation each
+metrics.jsonl      one JSON object per line, for each training step and each validation
 step_000200.pt     everything needed to resume, after 200 steps
 best.pt            the weights with the lowest validation loss
 
-A checkpoint is written to a temporary file, synced and renamed, and older ones are deleted only
-after that, so a checkpoint under its own name is whole. The file is a zip archive, whose checksums
-show whether a disk has damaged it since.
+Checkpoints are written atomically: to a temporary file, which is synced and then renamed. Older
+checkpoints are deleted only after the rename, so a step_*.pt is never incomplete. It is a zip
+archive, whose checksums reveal damage by the disk.
 """
 
 import io
@@ -165,17 +165,17 @@ def began_in(run: Path) -> Beginning:
 
 
 def edited_formulas(run: Path, config: Config) -> str | None:
-    """Say what a run began with if attention.py has other formulas now; else None."""
+    """If attention.py has changed since a run began, return what the run used; else None."""
     if differs(began_in(run).formulas, formulas_hash(config)):
         return f"other formulas of {config.attention!r} than attention.py has now"
     return None
 
 
 def changed_data(run: Path, config: Config) -> str | None:
-    """Say what a run began with if its data_dir has other shards now; else None.
+    """If the shards in data_dir have changed since a run began, return what it used; else None.
 
-    None also where the run records no shards, as older runs do, and where the folder is gone or
-    incomplete: what needs it says so.
+    Also None if the run records no shards, as older runs do, and if the folder is missing or
+    incomplete, which whatever reads the data will report.
     """
     before = began_in(run).data
     if "training shards" not in before:
@@ -200,8 +200,9 @@ def write_header(
     """Write the settings and environment to a run's folder, before its first step.
 
     `facts` are recorded too: what layers.selfcheck found, and the identity of the data. A resumed
-    run keeps the hash of the formulas and the identity that it began with, says where the formulas
-    have changed since, and adds its changes to those of earlier steps; each start has a patch.
+    run keeps the hash of the formulas and the identity of the data from its first start, warns if
+    the formulas have changed since, and appends its changed settings to the recorded changes. Each
+    start writes a patch.
     """
     copy_tokenizer(config.tokenizer, run)
     settings = config.as_dict()
@@ -435,7 +436,7 @@ def check_rate(run: Path, config: Config, state: State) -> None:
         commands.append(shlex.join(words))
     raise UserError(
         f"{run} followed a {schedule.schedule} schedule of {schedule.max_iters} steps up to step "
-        f"{state.step}: of {config.max_iters} steps it would have had other learning rates so far. "
+        f"{state.step}: with {config.max_iters} steps it would have had other learning rates. "
         f"Continue at a constant rate, {commands[0]}, or with a cosine from here, {commands[1]}"
     )
 
@@ -470,6 +471,6 @@ def copy_weights(model: GPT, state: State, source: str | Path) -> None:
     if different:
         raise UserError(
             f"{source}: its model differs: {', '.join(different[:3])} do not fit; only the "
-            "attention may be another, if it projects the same from its input"
+            "attention variant may differ, if its projections are the same"
         )
     model.load_state_dict(state.model, strict=False)

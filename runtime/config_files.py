@@ -1,6 +1,6 @@
 """Configs from files and the command line: config files, --key=value, and what a run has saved.
 
-Nothing here imports torch, so that help and refusals come at once.
+Nothing here imports torch, so that --help and error messages appear at once.
 """
 
 import ast
@@ -107,9 +107,9 @@ def shown(value: Any) -> str:
 def read_file(path: str) -> dict[str, Any]:
     """The settings that a config file assigns, or the settings of a run.
 
-    A config file may also define modules, functions, names with a leading underscore, and values
-    that it uses. Raises UserError for a value that it does not use, and for a name that resembles
-    a setting's.
+    A config file may also import modules, and define functions, names with a leading underscore,
+    and values that it uses. Raises UserError for a value that it never uses, which may be a
+    misspelt setting, and for a name that resembles a setting's.
     """
     if os.path.isdir(path) or os.path.basename(path) == "config.json":
         return read_run(path.removesuffix("config.json"))
@@ -170,15 +170,15 @@ def read_run(folder: str) -> dict[str, Any]:
     path = Path(folder, "config.json")
     values = read_json(path)
     if values is None:
-        raise UserError(f"{path.parent} is a folder without config.json: no run of train.py")
+        raise UserError(f"{path.parent} has no config.json: it is not a run of train.py")
     out_dir = str(path.parent).replace("{", "{{").replace("}", "}}")
     return saved_settings(values, path) | {"resume": False, "out_dir": out_dir}
 
 
 def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
-    """The settings in a file of a run, with the run's own copy of its tokenizer.
+    """The settings in a file of a run, with the copy of the tokenizer in the run's folder.
 
-    A relative data_dir that is not here is the folder that the run read.
+    If a relative data_dir does not exist here, the absolute path that the run recorded is used.
     """
     if not isinstance(values, dict) or "attention" not in values:
         raise UserError(f"{source}: it does not hold the settings of a run")

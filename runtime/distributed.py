@@ -1,4 +1,4 @@
-"""The ranks of a run: connected, and stopped together by a signal."""
+"""The ranks of a run: their process group, collectives, and the signals that stop them."""
 
 import signal
 import time

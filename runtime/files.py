@@ -1,6 +1,6 @@
 """Atomic file writes (to a temporary file, synced, renamed), JSON, checksums and folder locks.
 
-Every command imports this module, which refuses Windows in a sentence.
+Every command imports this module, so that Windows, which has no fcntl, is rejected here.
 """
 
 import hashlib

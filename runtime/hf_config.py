@@ -1,4 +1,4 @@
-"""The sizes of a GPT-2 of Hugging Face's or nanoGPT's, which a run from its weights takes over."""
+"""The sizes of a Hugging Face or nanoGPT GPT-2, for runs that start from its weights."""
 
 import functools
 from pathlib import Path

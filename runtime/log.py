@@ -181,7 +181,7 @@ def wandb_settings(config: Config) -> Any:
         reason = " ".join(str(error).splitlines()[:3])
         raise UserError(f"wandb: {reason}; --wandb_entity=TEAM names a team") from error
     if "/" in (settings.entity or ""):
-        raise UserError(f"wandb: the entity {settings.entity!r} must be the name of a team alone")
+        raise UserError(f"wandb: the entity {settings.entity!r} must be only the name of a team")
     return settings
 
 
@@ -265,7 +265,7 @@ def describe(
         )
     lines += faster_dtype(config, training.device)
     if config.dry_run:
-        checks = "all checks passed" if loader else "all checks passed but those of the data"
+        checks = "all checks passed" if loader else "all checks passed except on the data"
         lines.append(f"dry run: {checks}; nothing was written")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""The micro-batch that fits a GPU's memory, by an estimate of what training holds."""
+"""The micro-batch size that fits a GPU, from an estimate of the memory that training needs."""
 
 import torch
 import torch.nn as nn

@@ -1,4 +1,4 @@
-"""nanoGPT's ckpt.pt in the form of a checkpoint of train.py: as a run, and as initial weights."""
+"""Converts nanoGPT's ckpt.pt to a checkpoint of train.py: as a run, or as initial weights."""
 
 import re
 from pathlib import Path

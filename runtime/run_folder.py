@@ -1,5 +1,6 @@
-"""What is in a run's folder; runtime.checkpoint writes it. torch, which takes seconds to import, is
-imported only for the file of a checkpoint, which may be nanoGPT's.
+"""Reads a run's folder, which runtime.checkpoint writes.
+
+torch, which takes seconds to import, is imported only to read a checkpoint, which may be nanoGPT's.
 """
 
 import re

@@ -1,8 +1,9 @@
-"""A hash of the source that decides a number, so that numbers of other source are recognised.
+"""A hash of the source code that computes a result, to recognise results of other code.
 
-The hash is of syntax trees: of some definitions, and of all definitions that they reach by name, in
-this repository and in modules of a user's own. Comments, docstrings, annotations, the format and
-the order of definitions do not count. Every process and every version of Python finds the same.
+The hash covers the syntax trees of some definitions, and of all definitions that they reach by
+name, in this repository and in the user's modules. Comments, docstrings, annotations, formatting
+and the order of definitions do not count. The hash is the same in every process and with every
+version of Python.
 """
 
 import ast
@@ -24,9 +25,9 @@ PACKAGES = {"site-packages", "dist-packages"}
 
 
 class Definition(NamedTuple):
-    """What a module defines at its top: a name, a name inside a class ("Rows.sees"), or all.
+    """A top-level name of a module, a name inside a class ("Rows.sees"), or the whole module.
 
-    With a key it is what the dict of this name has under the key.
+    With a key it is only the value under this key, in the dict of this name.
     """
 
     module: str
@@ -41,10 +42,10 @@ def differs(before: str | None, now: str) -> bool:
 
 @functools.cache
 def source_hash(roots: tuple[Definition | str, ...], closed: tuple[str, ...] = ()) -> str:
-    """A hash of these definitions and of all that they reach, and of these words.
+    """A hash of `roots`, definitions or plain strings, and of all definitions that they reach.
 
-    Modules and packages named `closed` are not entered from other modules. Of an installed package
-    only the names that are imported count. Raises LookupError where a name is not defined.
+    Modules and packages in `closed` are not followed from other modules. From installed packages
+    only the names of imports count. Raises LookupError if a name is not defined.
     """
     texts: dict[Definition | str, str] = {}
     remaining = list(roots)
@@ -84,7 +85,7 @@ def definition_of(function: Any) -> Definition:
 
 
 def contents(value: Any) -> Iterator[Definition | str]:
-    """The modules of a user's own that define the functions inside an object, and plain values.
+    """The user's modules that define the functions inside an object, and its plain values.
 
     Inside dataclasses, tuples and partial functions too.
     """
@@ -111,10 +112,10 @@ def contents(value: Any) -> Iterator[Definition | str]:
 
 @functools.cache  # a process runs the source as it is at its beginning
 def tree_of(module: str) -> ast.Module | None:
-    """The syntax tree of a module, without what computes nothing.
+    """The syntax tree of a module, without docstrings and annotations, which compute nothing.
 
-    None for a module of Python or of an installed package, and where there is no source, as for
-    what is typed into an interpreter.
+    None for the standard library, for an installed package, and without a source file, as in an
+    interactive session.
     """
     if module.partition(".")[0] in sys.stdlib_module_names:
         return None

@@ -7,8 +7,8 @@ python -m scripts.attention_maps hf:NAME_OR_FOLDER --files FILES --lengths 1024,
 
 Draws RUN/attention_maps.png, the weights of all heads of a layer on a text. Prints a table for the
 text, and for each length a table for the same validation tokens, with a line for every run. The
-model reads the text without end-of-text before it, and a model of transformers (hf:) with what its
-tokenizer puts before a text. The latter's validation tokens are those of --files or --data_dir.
+text is read without end-of-text before it; a model of transformers (hf:) reads it after the special
+tokens of its tokenizer, such as BOS, and takes its validation tokens from --files or --data_dir.
 
 A row is the weights of one query over the n keys that it sees: all keys up to its own position, or
 the last of them in a head with a window. The first query sees a single key and is left out. The
@@ -39,7 +39,7 @@ query and key: near, at distances below 1/16 of the length; far, from half of it
 picture is weights_by_distance.png in the run's folder, or for several runs
 weights_by_distance_RUN_RUN.png in the folder that contains them (or --out).
 
-RUN/attention_maps.json is a list of measurements; what it has is not measured again. A measurement:
+RUN/attention_maps.json is a list of measurements; nothing in it is measured again. A measurement:
 
     variant, seed, checkpoint, step, sha256, trained_length, dtype
     rope, rope_factor, rope_theta, log_base

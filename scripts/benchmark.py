@@ -1,4 +1,4 @@
-"""Measure the cost of a training step, an evaluation step, a generated token or attention alone.
+"""Measure the cost of a training step, an evaluation step, a generated token or attention only.
 
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py
 python -m scripts.benchmark plain configs/softmax.py configs/lssar_p15.py --phases train
@@ -7,10 +7,10 @@ python -m scripts.benchmark configs/softmax.py configs/t6.py --phases decode --b
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py \
     --phases attention,attention_eval --block_size=16384
 
-The columns are the columns of the LSSAR paper's Table A7, whose figures are printed below each
-variant. The paper uses standard PyTorch functions and no fused kernels, as does `--impls unfused`:
-the path `reference` without torch.compile, and all logits at once. `plain` instead of a config is
-a GPT-2 of torch's own modules, as one would write it without this repository. Each model is
+The columns are as in Table A7 of the LSSAR paper, whose numbers are printed below each variant. The
+paper uses standard PyTorch functions and no fused kernels, as does `--impls unfused`: the path
+`reference` without torch.compile, and all logits at once. `plain` instead of a config is a GPT-2
+built from torch.nn's Transformer modules, as a baseline without this repository. Each model is
 measured in its own process, so that its peak memory is known; the models take turns, round by
 round, so that a change in the machine's speed affects all of them equally. Times are medians over
 the rounds. The phase `decode` generates one more token for each of batch_size sequences, of
@@ -83,7 +83,7 @@ def main() -> None:
     print(
         f"\n{config.n_layer} layers, {config.n_embd} wide, "
         f"{config.batch_size} x {config.block_size} tokens, {dtype}, on {facts['machine']}; "
-        f"median of {arguments.rounds} rounds; in parentheses over the first model"
+        f"median of {arguments.rounds} rounds; in parentheses: ratio to the first model"
     )
     print_figures(figures, models)
     if arguments.out:
@@ -115,13 +115,13 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--impls",
         default="auto",
-        help="paths of attention, of auto,triton,blocked,reference; unfused is the paper's setting",
+        help="attention paths, from auto,triton,blocked,reference; unfused is the paper's setting",
     )
     parser.add_argument(
         "--phases",
-        help=f"what to measure, of {','.join(PHASES)} (train,eval; train beside plain)",
+        help=f"what to measure, from {','.join(PHASES)} (train,eval; with plain: train)",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each model (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="steps per model (%(default)s)")
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="write the figures to this JSON file"
     )

@@ -21,10 +21,10 @@ the same seed, which trains on the same batches and, where the shapes agree, fro
 weights (T6's differ). Seeds change the loss of all entries alike, so that a difference may be the
 same at every seed and far smaller than the range over seeds.
 
-Committed results of the scale, in results/, are shown too, dashed in the picture, where settings
-and data are the same: of recall the sequences, of text the shards. There a single config is enough.
-Otherwise a sentence says what differs. --beside FOLDER names another table, --beside none shows
-none.
+Committed results of the same scale, in results/, are shown too, dashed in the picture, if their
+settings and data (the sequences of recall, the shards of text) are the same; a single config is
+then enough. Otherwise a message says what differs. --beside FOLDER shows another table, and
+--beside none shows no committed results.
 
 Prints the cost, trains the missing runs in OUT/<scale>/<entry>/seed<seed>, which
 scripts.reproduce shares, and writes RESULTS/<scale>/compare_<entries>/table.md, table.json and a
@@ -84,9 +84,9 @@ NOTHING = "nothing to compare: give two configs, or a setting two values: --p=3,
 def main() -> None:
     parser = work_parser("scripts.compare", __doc__, "settings: python train.py --help")
     parser.usage = "%(prog)s CONFIG.py[:VIEW] ... --scale SCALE [--SETTING=VALUE,VALUE ...]"
-    help = "to evaluate at, in tokens, besides the training length (default: its multiples)"
+    help = "lengths in tokens, besides the training length (default: its multiples)"
     parser.add_argument("--lengths", type=lengths_of, help=help)
-    help = "of a table.json to show too, or none (default: a committed one that is comparable)"
+    help = "folder of a table.json to show too, or none (default: a comparable committed table)"
     parser.add_argument("--beside", metavar="FOLDER", help=help)
     options, rest = parser.parse_known_args()
     configs = [text for text in rest if not text.startswith("--")]

@@ -21,13 +21,13 @@ hurt        the loss on the second copy, with the first in view, is above the lo
             it: a long context costs more than the copy gives, and any text that resembles the
             passage may sway the model as much. Such a worth is not drawn.
 
-Of a model of transformers, hf:, T is --window or else max_position_embeddings, and the held-out
-tokens are those of text files or of --data_dir: docs/elsewhere.md.
+For a model of transformers (hf:), T is --window or else max_position_embeddings, and the held-out
+tokens come from text files or --data_dir: see docs/elsewhere.md.
 
-Beside every run stands its control, the same weights with plain RoPE where each query sees the last
-T keys at most. From a lag of T on it sees no token of the first copy directly, so that what it
-keeps there went through several layers. Passages are the same for all lags and all runs, and lie
-evenly in the validation text, whose beginning follows its end.
+Every run is measured with a control: the same weights with plain RoPE, where each query sees at
+most the last T keys. From a lag of T on, the control sees no token of the first copy directly, so
+that what it keeps there went through several layers. Passages are the same for all lags and all
+runs, and are evenly spaced in the validation text, which wraps around at its end.
 
 Writes RUN/copying.json and copying.png, for several runs as copying_RUN_RUN.png in the folder that
 contains them (or --out). Nothing is measured twice. In the JSON `parts` are by lag, "1024":

@@ -3,7 +3,7 @@
 python -m scripts.downstream RUN [RUN ...] --tasks paper
 python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
 
-Tasks of your own and the harness's other options: `lm_eval --model hf` on an exported run
+For custom tasks and the harness's other options, use `lm_eval --model hf` on an exported run
 (scripts.export_hf).
 
 Prints a table. RUN/downstream.json is a list of measurements: each task is saved when it is
@@ -57,8 +57,12 @@ class DownstreamOptions(EvaluationOptions):
     """Scores on tasks of lm-evaluation-harness: LSSAR Tables 2, A1 and A2, or any others."""
 
     tasks: str = option("paper", "tasks, such as arc_easy,piqa; paper: the tasks of LSSAR's tables")
-    max_length: int | None = option(None, "most tokens at once (default: 2x training)", at_least=1)
-    limit: int | None = option(None, "only so many samples of each task, to try it", at_least=1)
+    max_length: int | None = option(
+        None, "longest input in tokens (default: 2x training)", at_least=1
+    )
+    limit: int | None = option(
+        None, "at most this many samples of each task, for a test", at_least=1
+    )
 
     @property
     def names(self) -> tuple[str, ...]:

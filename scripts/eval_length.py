@@ -11,23 +11,23 @@ several runs loss_by_length_RUN_RUN.png in the folder that contains them. The la
 5 of SSMax, on all validation tokens: with --per_position the picture is loss_by_position.png or
 loss_by_position_RUN_RUN.png instead.
 
-What a longer context is worth: beside every run stands its control, the same weights with plain
-RoPE where each query of any layer sees the last T keys at most, T being the training length. Such a
+What a longer context is worth: every run is measured with a control, the same weights with plain
+RoPE, where each query of any layer sees at most the last T keys (T: the training length). Such a
 window costs nothing and keeps most models near their loss at T (models without positions may be
 harmed by it). Reading T tokens at a time has the loss at T, whatever the model. The gain from
 context is the lower of these two losses minus the run's loss, at the longest length: above 0 the
-model uses what lies beyond T tokens, below 0 it is hurt by it. --no_control measures the run alone,
-in half of the time.
+model uses what lies beyond T tokens, below 0 it is hurt by it. --no_control leaves out the control,
+which takes half of the time.
 
-With --whole_documents every window lies inside one document. Without, a long window holds several
-documents, which have nothing to do with each other.
+With --whole_documents every window lies inside one document. Without it, a long window holds
+several unrelated documents.
 
 A run that was trained with --document_mask is measured twice: apart, with attention within
 documents as in training, and joined, without the mask. --documents both measures other runs in both
 ways too; --documents trained measures each run only in the way it was trained.
 
-A model of transformers, hf:, is measured on text files or --data_dir, with RoPE of its own; its
---window is the T of the control. docs/elsewhere.md says which models.
+A model of transformers (hf:) is measured on text files or --data_dir, with its own RoPE; --window
+sets the T of its control. docs/elsewhere.md says which models are supported.
 
 RUN/eval_length.json is a list of measurements, one for each combination of weights, tokens and
 settings. Lengths that it has are not measured again; new ones are added:
@@ -102,8 +102,8 @@ MEANING = "gain: of context beyond the training length, at the longest length; b
 class LossOptions(LengthOptions, ControlOptions):
     """Loss at lengths beyond the training length, over the same tokens at every length."""
 
-    tokens: int | None = option(None, "to predict (default: one per 24 weights)", at_least=1)
-    per_position: bool = option(False, "also the loss by position at the greatest length")
+    tokens: int | None = option(None, "tokens to predict (default: one per 24 weights)", at_least=1)
+    per_position: bool = option(False, "also measure the loss by position at the greatest length")
     whole_documents: bool = option(False, "only windows that lie inside one document")
     documents: str | None = option(
         None,

@@ -13,7 +13,7 @@ Choices that the paper leaves open:
 - the loss is summed over the answer's tokens and averaged over the step's examples. An
   end-of-text that may follow is not trained: it is not part of the answer span;
 - a question whose example has more than T + 1 tokens is left out;
-- each epoch takes all examples in its own order, ending with a smaller batch;
+- each epoch reshuffles all examples, and ends with a smaller batch;
 - the schedule spans all steps.
 
 The command runs in one process, without torch.compile. It pads on the right, which changes nothing
@@ -79,13 +79,15 @@ class Example(NamedTuple):
 class FineTuning:
     """Fine-tune a run on the answerable questions of SQuAD 2.0."""
 
-    out_dir: str | None = option(None, "the new run's folder; without it, RUN_squad")
+    out_dir: str | None = option(None, "the new run's folder (default: RUN_squad)")
     squad: str = option("train-v2.0.json", f"the file {SQUAD}")
     epochs: int = option(10, "passes over all examples", at_least=1)
     learning_rate: float = option(2e-5, "peak learning rate")
     sequences: int = option(128, "examples a step", at_least=1)
     batch_size: int = option(8, "examples a micro-batch", at_least=1)
-    first_batch: int = option(0, "batch of the first step; skips those that diverge", at_least=0)
+    first_batch: int = option(
+        0, "batch of the first step, to skip batches that diverge", at_least=0
+    )
     checkpoint: str = option("latest", "checkpoint of the run", choices=("latest", "best"))
     resume: bool = option(False, "continue the run in --out_dir from its last checkpoint")
     device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")

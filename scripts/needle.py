@@ -129,7 +129,7 @@ class Haystack:
 class NeedleOptions(RetrievalOptions, TextOptions):
     """Needle in a haystack: a city's number in a long text, and the attention that it gets."""
 
-    samples: int = option(1000, "per length and depth", at_least=1)
+    samples: int = option(1000, "needles per length and depth", at_least=1)
     score_length: int = option(8000, "length for the needle scores", at_least=1)
     score_trials: int = option(100, "needles to score", at_least=1)
 

@@ -59,7 +59,7 @@ class PasskeyOptions(RetrievalOptions):
 
     multiples = (1, 1.5, 2, 4, 8)
 
-    trials: int = option(100, "per length", at_least=1)
+    trials: int = option(100, "trials per length", at_least=1)
 
 
 def identify(options: PasskeyOptions, config: Config) -> dict:

@@ -3,9 +3,10 @@
 python -m scripts.recall RUN [RUN ...] --lengths 64,256,1024,4096
 
 For runs with task = "recall", on the task that they were trained on (data/recall.py). Sequences are
-the same for all runs, and none is a training sequence. As many keys are asked at every length,
-among more noise; with --proportional, which is for mqar, the pairs grow with the length, and sort
-has more symbols. An answer is right if it is the likeliest of all token ids.
+the same for all runs, and none is a training sequence. Longer sequences ask for the same number of
+keys, among more noise; with --proportional, only for mqar, the number of pairs grows with the
+length. Longer sequences of sort have more symbols. An answer is right if it is the likeliest of all
+token ids.
 
 A run with less than 99% right answers at its training length has not learned the task: the table
 says so instead of its accuracies at other lengths, unless --window, --p, --attention, --log_base,

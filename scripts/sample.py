@@ -33,8 +33,10 @@ class Sampling(Options):
     )
     num_samples: int = option(1, "texts to generate from each prompt", at_least=1)
     max_new_tokens: int = option(200, "tokens of each text", at_least=1)
-    temperature: float = option(0.8, "of the sampling; 0 takes the most likely token", at_least=0)
-    top_k: int = option(200, "sample from so many of the likeliest tokens", at_least=1)
+    temperature: float = option(
+        0.8, "sampling temperature; 0 takes the likeliest token", at_least=0
+    )
+    top_k: int = option(200, "sample from this many of the likeliest tokens", at_least=1)
     seed: int = option(1337, "seed of the sampling", at_least=0)
 
 

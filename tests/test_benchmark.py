@@ -87,7 +87,7 @@ def test_a_model_of_every_path_and_one_plain_model(table):
         (["configs/scales/orbits/tiny.py"], "one token a position, not task = orbits"),
         (["plain", "--document_mask"], "plain takes no --document_mask"),
         (["plain", "--rounds=0"], "--rounds 0 must be at least 1"),
-        (["plain", "--phases=eval"], "--phases = 'eval'; it is one of train"),
+        (["plain", "--phases=eval"], "--phases = 'eval'; it must be one of train"),
         (["configs/fox.py", "--phases=attention", "--rounds=1"], "knows no gates"),
     ],
 )

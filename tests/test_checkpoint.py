@@ -178,7 +178,7 @@ COSINE = ("--schedule=cosine", "--warmup_iters=1")
 def test_a_schedule_that_has_lowered_the_rate_is_not_changed(train, refused):
     train("run", *COSINE)
     resume = ("run", *COSINE, "--resume")
-    says = ("followed a cosine schedule of 6 steps up to step 6", "of 12 steps it would")
+    says = ("followed a cosine schedule of 6 steps up to step 6", "with 12 steps it would")
     refused(train, *resume, "--max_iters=12", says=says)
     refused(train, *resume, "--max_iters=12", "--first_batch=6", says=says)
     says = ("weight_decay = 0.1, so it cannot", "init_from")

@@ -404,7 +404,7 @@ def test_other_tables_can_be_named(committed, compared, recall_scale, mine, tmp_
     refused(*arguments, f"--beside={tmp_path}", says="there is no table.json")
     for content in ("[]", "{}", '{"unit": "answers that are right (%)", "conditions": {}}'):
         (tmp_path / "table.json").write_text(content)
-        refused(*arguments, f"--beside={tmp_path}", says="table.json is none of compare or")
+        refused(*arguments, f"--beside={tmp_path}", says="table.json was not made by compare or")
     scale = open_scale(str(recall_scale), "out", "recall")
     folder = str(tmp_path / "results/small/committed")
     assert beside.open_beside(folder, scale, recall_of(LENGTHS)) == Beside(folder, committed)

@@ -346,7 +346,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
             "the command line sets 'learing_rate', which is not a setting; "
             "did you mean learning_rate?",
         ),
-        ("--attention=lsar", "attention = 'lsar'; did you mean lssar? it is one of softmax,"),
+        ("--attention=lsar", "attention = 'lsar'; did you mean lssar? it must be one of softmax,"),
         # types
         ("--n_layer=2.5", "n_layer = 2.5 is float; it must be int"),
         # ranges
@@ -393,7 +393,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         # the command line itself
         ("no_config.json", "config file or run no_config.json does not exist"),
         ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),
-        ("configs", "configs is a folder without config.json: no run of train.py"),
+        ("configs", "configs has no config.json: it is not a run of train.py"),
         ("--out_dir=out/{q}", "out_dir = 'out/{q}' may name settings in braces, as in out/p{p}"),
     ],
 )

@@ -1,5 +1,6 @@
-"""The command line of a command: options from the fields of a dataclass. Imports no torch, so that
-help and mistakes come at once.
+"""Parses a command line into a dataclass, each field of which is an option.
+
+Imports no torch, so that --help and error messages appear at once.
 """
 
 import argparse
@@ -65,10 +66,14 @@ def lengths_of(text: str) -> tuple[int, ...]:
     return tuple(sorted(set(map(int, lengths))))
 
 
-RUN = {"metavar": "RUN", "help": "a run's folder, or a .pt in it"}
+RUN = {"metavar": "RUN", "help": "a run's folder, or a checkpoint (.pt) in it"}
 RUNS: dict[str, dict[str, Any]] = {
     "runs": {"nargs": "+"} | RUN,
-    "--out": {"metavar": "FILE", "type": picture_file, "help": "of the picture: .png, .pdf, .svg"},
+    "--out": {
+        "metavar": "FILE",
+        "type": picture_file,
+        "help": "picture to write: .png, .pdf, .svg",
+    },
 }
 
 

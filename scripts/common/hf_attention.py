@@ -1,9 +1,8 @@
 """The attention of a model of transformers, a tile of queries at a time.
 
-transformers lets a model call another attention, with another kind of mask. Here the mask is made
-for the rows of a tile when they are computed, so that memory is O(L), and is narrowed to a window.
-The products are those of transformers' own attention, and so are the layers' own windows, sinks and
-soft caps.
+transformers lets a model use a custom attention function and mask. Here the mask is built for one
+tile at a time, so that memory is O(L), and can be narrowed to a window. The matrix products, and
+each layer's window, sinks and soft cap, still come from transformers.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""A model of transformers with its weights, checked, with the methods of a GPT for evaluations."""
+"""Loads and checks a transformers model, with the methods of GPT that evaluations call."""
 
 import copy
 import logging
@@ -39,8 +39,8 @@ class CausalLM:
     def hidden(self, idx: Tensor) -> Tensor:
         """Return the hidden states [B, L, n_embd] of ids [B, L].
 
-        What the tokenizer puts before every text stands in place of the first id, so that a window
-        begins as the texts of the training did.
+        The token that the tokenizer puts before every text, such as BOS, replaces the first id, so
+        that a window begins like a training text.
         """
         if self.first_token is not None:
             idx = idx.clone()

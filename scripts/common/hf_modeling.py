@@ -63,8 +63,9 @@ class Cache(KVCache):
 class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     """The transformers interface to this repository's GPT.
 
-    A row is a document, which may be padded on the left or, but for generation, on the right, or
-    several that begin where position_ids restart from 0. Each is computed as it is alone.
+    A row is one document, which may be padded on the left or, except in generation, on the right;
+    or it is several documents, which begin where position_ids restart from 0. Documents and rows do
+    not affect each other.
     """
 
     config_class = SharpAttentionConfig

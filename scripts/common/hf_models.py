@@ -1,7 +1,7 @@
-"""Causal language models of transformers as evaluations read them: `hf:NAME` or `hf:FOLDER`.
+"""Causal language models of transformers, for evaluations: `hf:NAME` or `hf:FOLDER`.
 
-A ModelConfig says of a model what a Config says of a run, and where its text is. transformers is
-imported when a model is asked for.
+A ModelConfig describes such a model as a Config describes a run, and names the text that it is
+measured on. transformers is imported only when a model is requested.
 """
 
 import functools
@@ -240,9 +240,9 @@ def beginning_of_text(source: str) -> int | None:
 
 
 def check_vocabulary(config: ModelConfig, tokens: NDArray[np.integer]) -> None:
-    """Raise UserError where a token of shards is another text to the model's tokenizer.
+    """Raise UserError if the model's tokenizer decodes a token of the shards to another text.
 
-    Shards without meta.json and models without a tokenizer do not say what a token is.
+    Shards without meta.json, and models without a tokenizer, cannot be checked.
     """
     shards = tokenizer_of_shards(config.data_dir)
     tokenizer = open_tokenizer(config.source)

@@ -1,4 +1,4 @@
-"""What runs are called in tables and pictures, and where pictures of them go."""
+"""Labels of runs in tables and pictures, and the paths of their pictures."""
 
 import os
 from collections.abc import Collection, Sequence

@@ -22,21 +22,27 @@ class Options:
 
     task: ClassVar[str] = "language"  # only runs of this task can be opened
 
-    checkpoint: str = option("latest", "of the run", choices=("latest", "best"))
+    checkpoint: str = option("latest", "checkpoint to load", choices=("latest", "best"))
     rope: str | None = option(
         None,
-        f"RoPE scaling: {', '.join(Rope.SCALINGS)} (default: {DEFAULT_ROPE}; of hf: models their "
-        "own)",
+        f"RoPE scaling: {', '.join(Rope.SCALINGS)} (default: {DEFAULT_ROPE}; for hf: models, "
+        "the model's)",
     )
-    rope_factor: float | None = option(None, "of the scaling: see layers.rope.Rope")
-    rope_theta: float | None = option(None, "another base (SSMax: 500000)")
-    log_base: float | None = option(None, "scores grow by log_a(a + n), n keys in view: a (SWAN)")
-    window: int | None = option(None, "most last keys that a query sees, in any layer", at_least=1)
-    attention: str | None = option(None, "another variant; it re-weights only with --p")
+    rope_factor: float | None = option(None, "factor of the RoPE scaling: see layers.rope.Rope")
+    rope_theta: float | None = option(None, "another base of RoPE (SSMax: 500000)")
+    log_base: float | None = option(
+        None, "base a: scores times log_a(a + n), n keys in view (SWAN)"
+    )
+    window: int | None = option(
+        None, "a query sees at most this many last keys, in any layer", at_least=1
+    )
+    attention: str | None = option(
+        None, "evaluate with another variant; it re-weights only with --p"
+    )
     p: float | None = option(None, "another power of the re-weighting")
     device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
-    dtype: str = option("auto", "of matrix products", choices=choices("dtype"))
-    attention_impl: str = option("auto", "path of attention", choices=choices("attention_impl"))
+    dtype: str = option("auto", "dtype of matrix products", choices=choices("dtype"))
+    attention_impl: str = option("auto", "attention path", choices=choices("attention_impl"))
 
     @property
     def torch_dtype(self) -> torch.dtype:

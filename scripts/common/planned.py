@@ -1,4 +1,4 @@
-"""Planned runs: what is left to train, what that costs, and the training."""
+"""Planned runs: which of them are left to train, their cost, and their training."""
 
 import os
 import signal
@@ -170,8 +170,8 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
     """Train the unfinished runs one after the other; returns a sentence for each failure.
 
     Runs that other processes are training are left to them and waited for, so that the same command
-    started on each GPU shares the work. A run that fails, such as a run that diverges, does not
-    stop the others. A run that train.py refuses does.
+    started on each GPU shares the work. A run that fails, for example because it diverges, does not
+    stop the others. A run that train.py rejects does.
     """
     failures: list[str] = []
     left = with_bases(runs)

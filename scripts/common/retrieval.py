@@ -40,7 +40,7 @@ AnyTrial = TypeVar("AnyTrial", bound=Trial)
 class RetrievalOptions(LengthOptions):
     """Options of an evaluation that hides numbers in long texts and asks for them at the end."""
 
-    seed: int = option(1337, "of the numbers, their texts and their depths")
+    seed: int = option(1337, "seed of the numbers, their texts and their depths")
 
 
 def check_prompts(config: Config, lengths: Sequence[int], shortest: int) -> None:

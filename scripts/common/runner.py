@@ -1,4 +1,4 @@
-"""Evaluations of finished runs: what one is, how a run is measured once, how it is shown.
+"""Evaluations of finished runs: their definition, their stored measurements, their commands.
 
 An evaluation is a few functions, and a dataclass whose fields are its options on the command line
 and in scripts.reproduce. A command, `python FILE.py RUN` in the repository's folder, is a file with
@@ -52,10 +52,10 @@ and in scripts.reproduce. A command, `python FILE.py RUN` in the repository's fo
     if __name__ == "__main__":
         main()
 
-`measured(LIKELIEST, LikeliestOptions(tokens=50), "out/softmax")` measures a run once: a measurement
-is stored with the facts that identify it, and found again by them. These are the run's checkpoint
-and how it was opened, the formulas of its attention, its validation shards, and what `identify`
-adds. Where other code has changed since, a sentence says so.
+`measured(LIKELIEST, LikeliestOptions(tokens=50), "out/softmax")` measures a run only once: a
+measurement is stored with the facts that identify it, and looked up by them. These are the run's
+checkpoint and how it was opened, the formulas of its attention, its validation shards, and what
+`identify` adds. If other code has changed since, a message says so.
 """
 
 import functools
@@ -267,8 +267,8 @@ class Evaluation(Generic[OptionsType]):
 
     name: str  # measurements go to RUN/NAME.json
     options: type[OptionsType]
-    # The chunks that are measured one after the other, each stored when it is done: by the name
-    # that it has in the JSON, what `measure` is called with.
+    # The chunks, which are measured one after the other, each stored when it is done: its name in
+    # the JSON -> the last argument of `measure`.
     chunks: Callable[[OptionsType, Config], dict[str, Any]]
     # The values of a chunk.
     measure: Callable[[OptionsType, Run, Any], dict]
@@ -302,7 +302,7 @@ def check(evaluation: Evaluation, options: EvaluationOptions, trained: Config) -
 def identity(evaluation: Evaluation, options: EvaluationOptions, config: Config) -> dict:
     """What identifies a measurement of a run with this config, along with `run_facts`.
 
-    Unless the evaluation says NO_TEXT, validation shards that have changed are measured anew.
+    If the validation shards change, they are measured again, unless `identify` returns NO_TEXT.
     """
     facts = {"tokenizer": config.tokenizer_id}
     evaluation_facts = evaluation.identify(options, config)

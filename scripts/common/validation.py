@@ -33,7 +33,7 @@ class LengthOptions(EvaluationOptions):
     multiples: ClassVar[tuple[float, ...]] = (1, 2, 4, 8, 16)
 
     lengths: tuple[int, ...] | None = option(
-        None, "in tokens, such as 1024,2048 (default: multiples of the training length)"
+        None, "lengths in tokens, such as 1024,2048 (default: multiples of the training length)"
     )
 
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class LengthOptions(EvaluationOptions):
 class TextOptions(EvaluationOptions):
     """Options of an evaluation on validation tokens."""
 
-    data_dir: str | None = option(None, "shards to use instead of the run's own")
+    data_dir: str | None = option(None, "shards to use instead of the run's")
 
     def text_files(self) -> tuple[str, ...]:
         """The files that a model of transformers is measured on."""
@@ -66,8 +66,8 @@ class TextOptions(EvaluationOptions):
 class ControlOptions(TextOptions):
     """Options of an evaluation that measures every run beside its `sliding_window`."""
 
-    no_control: bool = option(False, "without the window of the training length beside each run")
-    text: tuple[str, ...] | None = option(None, "files to measure hf: models on")
+    no_control: bool = option(False, "skip the sliding-window control of each run")
+    text: tuple[str, ...] | None = option(None, "text files to measure hf: models on")
 
     def text_files(self) -> tuple[str, ...]:
         return self.text or ()

@@ -10,8 +10,8 @@ Runs that another process is training are left to it and waited for. --only and 
 work; the table has every entry that is available for these seeds. RESULTS is out/results, so that
 the repository's own tables in results/ stay.
 
-Commands of their own: scripts.benchmark is LSSAR's Table A7, the cost of a step; SSMax's Figs. 6 to
-8, needles in a haystack, are scripts.needle for runs fine-tuned by scripts.finetune_squad.
+Other commands reproduce LSSAR's Table A7, the cost of a step (scripts.benchmark), and SSMax's Figs.
+6 to 8, needles in a haystack (scripts.needle, on runs fine-tuned by scripts.finetune_squad).
 """
 
 import sys
@@ -37,8 +37,8 @@ def main() -> None:
         f"such as --batch_size=16, go to all runs:\n{names}",
     )
     add = parser.add_argument
-    add("name", metavar="NAME", choices=EXPERIMENTS, help="of a table or figure")
-    add("--only", metavar="ENTRY,ENTRY", help="train and evaluate these entries of the table only")
+    add("name", metavar="NAME", choices=EXPERIMENTS, help="table or figure to reproduce")
+    add("--only", metavar="ENTRY,ENTRY", help="train and evaluate only these entries")
     options, settings = parser.parse_known_args()
     experiment = EXPERIMENTS[options.name]
     chosen = experiment.entries

@@ -1,8 +1,8 @@
-"""Committed results beside the entries of a comparison, where they are of the same experiment.
+"""Committed results beside a comparison's entries, if they come from the same experiment.
 
-table.json records the conditions of its runs: the settings of the scale that decide what a run
-learns, and what identifies the data, which of recall is a hash of its sequences. Committed rows are
-shown where these are the same, and what was measured of each run too.
+table.json records the conditions of its runs: the settings of the scale that affect what a run
+learns, and the identity of the data (for recall, a hash of its sequences). Committed rows are shown
+only if these are the same, and if each run was measured in the same way.
 """
 
 from bisect import bisect_left, bisect_right
@@ -73,7 +73,7 @@ def open_beside(folder: str, scale: Scale, experiment: Experiment) -> Beside:
         reason = difference(table, scale, experiment)
     except (LookupError, TypeError, AttributeError) as error:
         raise UserError(
-            f"--beside {folder}: its table.json is none of compare or reproduce: {error!r}"
+            f"--beside {folder}: its table.json was not made by compare or reproduce: {error!r}"
         ) from error
     if reason is not None:
         raise UserError(f"--beside {folder} cannot be compared: it {reason}")

@@ -1,4 +1,4 @@
-"""Values that take no run: from the formulas of attention.py."""
+"""Values that need no run: they are computed from the formulas of attention.py."""
 
 import math
 import statistics

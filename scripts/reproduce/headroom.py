@@ -11,10 +11,9 @@ LONGER = (longer(4), longer(16))  # the shorter first
 def available(runs: Mapping[str, Sequence[dict]], length: int) -> list[float]:
     """Return, by seed, what a context of this length is worth to a softmax that was trained on it.
 
-    `runs` are the measured runs of each entry of headroom. Of the run that was trained at this
-    length, or at the next longer one, it is the loss at T, reading T tokens at a time, minus the
-    loss at the length. A sliding window of T would have a lower loss, so the context is worth this
-    at most.
+    `runs` are the measured runs of each entry of headroom. The value is the loss at T, reading T
+    tokens at a time, minus the loss at `length`, of the run that was trained at this length or at
+    the next longer length. A sliding window of T would have a lower loss: this is an upper bound.
     """
     gains: dict[int, float] = {}
     for entry in LONGER:

@@ -1,4 +1,4 @@
-"""Values that take no evaluation: from the weights and the metrics.jsonl of runs."""
+"""Values that need no evaluation: they are read from runs' weights and metrics.jsonl."""
 
 import math
 import statistics

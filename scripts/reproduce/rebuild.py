@@ -1,4 +1,4 @@
-"""Write table.md and the pictures of means anew from table.json, without the runs.
+"""Rebuild table.md and the pictures of means from table.json, without the runs.
 
 python -m scripts.reproduce.rebuild results/tiny/league [FOLDER ...]
 
@@ -24,7 +24,7 @@ from scripts.reproduce.tables import EXPERIMENTS
 @command
 def main() -> None:
     parser = Parser(prog="python -m scripts.reproduce.rebuild", description=__doc__.split("\n")[0])
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a table.json")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder of a table")
     for folder in parser.parse_args().folders:
         rebuild(folder)
         print(f"written: {folder}/table.md, table.json")

@@ -1,4 +1,4 @@
-"""Our table beside the paper's: its training and measurement, its entries, columns and caption.
+"""Trains and measures the entries of a table, and writes it with the paper's values and a caption.
 
 A table has the keys of scripts.common.tables, and
 
@@ -49,10 +49,12 @@ def work_parser(name: str, doc: str, epilog: str) -> Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--scale", required=True, help="124m (the papers'), a file in configs/scales, or a FILE.py")
-    add("--seeds", type=int, default=1, help=f"of each entry, from {FIRST_SEED} on (1)")
-    add("--out", default="out", metavar="DIR", help="where runs are (%(default)s)")
-    add("--results", default="out/results", metavar="DIR", help="where tables go (%(default)s)")
+    add("--scale", required=True, help="124m (the papers'), a name in configs/scales, or FILE.py")
+    add("--seeds", type=int, default=1, help=f"seeds per entry, from {FIRST_SEED} on (%(default)s)")
+    add("--out", default="out", metavar="DIR", help="folder of the runs (%(default)s)")
+    add(
+        "--results", default="out/results", metavar="DIR", help="folder of the tables (%(default)s)"
+    )
     add("--again", action="store_true", help="measure again what has been measured")
     add("--plan", action="store_true", help="print what it would cost, and stop")
     return parser
@@ -91,7 +93,7 @@ def carry_out(
     if runs:
         print(f"to evaluate: {work.unmeasured()} runs", flush=True)
     else:
-        print("it takes no runs", flush=True)
+        print("computed without runs", flush=True)
     stop_on_signals()
     failures = train(runs)
     failures += work.measure()
