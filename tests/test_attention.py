@@ -142,6 +142,7 @@ def test_learnables_start_at_their_settings():
         "softmax_sink.py",
         "ssmax.py",
         "ssmax_bias.py",
+        "ssmax_qk_norm.py",
     ]
 
 

@@ -141,7 +141,7 @@ def store(X, head, rows, L, value, C):
 @triton.jit
 def load_optional(x, head, positions, L, AXIS):
     """Values [positions] of a Strided [B, H, L], with a new axis; None if the Strided is None."""
-    if x is not None:  # without an else branch: Triton 3.6 cannot return None explicitly
+    if x is not None:  # without an else: None cannot be a result of a function in Triton 3.6
         vector = matrix_of(x, head.b, head.h)
         values = tl.load(vector.pointer + positions * vector.stride, positions < L, 0.0)
         return tl.expand_dims(values, AXIS)
