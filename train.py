@@ -201,7 +201,7 @@ def train(
             loss, grad_norm = train_step(training, loss_fn, batch, config.grad_clip)
             training.step += 1
             # copied before the next step is launched: a later copy would wait for that step
-            on_host = torch.stack((loss, grad_norm)).to("cpu", non_blocking=True)
+            on_host = torch.stack((loss, grad_norm)).to("cpu", non_blocking=monitor.is_late)
             ended = Event(training.device)
             monitor.add(Update(training.step, lr, batch.tokens, on_host, ended))
         saver.wait()
