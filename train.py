@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn
 
 from config import Config
 from errors import UserError, command
-from runtime.config_files import command_line
+from runtime.config_files import command_line, require_data_dir
 
 if __name__ == "__main__":
     CONFIG = command(command_line)()  # help and mistakes come before imports that take seconds
@@ -106,6 +106,8 @@ def set_up(
     is_main = rank == 0
 
     # ---- data ----
+    if config.resume:
+        require_data_dir(config)
     loader = open_loader(config, rank, world_size, device)
     identity = loader.identity() if loader else {}
     check_ranks(config, loader, identity)  # before checks that may fail on a single rank

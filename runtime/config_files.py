@@ -192,11 +192,28 @@ def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
     copy = folder / TOKENIZER
     if values.get("tokenizer", "gpt2") not in BUILT_IN and copy.is_file():
         values = values | {"tokenizer": str(copy)}
-    path = folder / DATA_DIR
     data_dir = values.get("data_dir")
-    if isinstance(data_dir, str) and path.is_file() and not os.path.exists(find_data(data_dir)):
-        values = values | {"data_dir": path.read_text(errors="replace").strip()}
+    if isinstance(data_dir, str) and not os.path.exists(find_data(data_dir)):
+        recorded = recorded_data_dir(folder)
+        if recorded is not None and recorded.exists():
+            values = values | {"data_dir": str(recorded)}
     return values
+
+
+def recorded_data_dir(run: Path) -> Path | None:
+    """The absolute path of the data_dir that a run was trained on, as the run recorded it."""
+    path = run / DATA_DIR
+    return Path(path.read_text(errors="replace").strip()) if path.is_file() else None
+
+
+def require_data_dir(config: Config) -> None:
+    """Raise UserError if the data_dir of a run that has begun is neither here nor where it was."""
+    recorded = recorded_data_dir(Path(config.out_dir))
+    if recorded is not None and not os.path.exists(config.data_dir):
+        raise UserError(
+            f"{config.data_dir} does not exist here, nor does {recorded}, where {config.out_dir} "
+            "was trained: name the folder of the shards with --data_dir"
+        )
 
 
 def find_data(data_dir: str) -> str:

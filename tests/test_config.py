@@ -18,6 +18,7 @@ from errors import UserError
 from layers.heads import build_attention
 from runtime import run_folder
 from runtime.config_files import help_text, load_config, read_file
+from scripts import eval_length
 from tests.helpers import CONFIGS, ROWS
 from train import main as train_main
 
@@ -280,8 +281,10 @@ def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
     assert load_config(["--data_dir=nowhere"]).data_dir == "nowhere"
 
 
-def test_a_run_finds_its_relative_data_from_anywhere(train, shards, tmp_path, monkeypatch, refused):
-    """And where they are gone the message names the folder that the run read."""
+def test_a_run_finds_its_relative_data_from_anywhere(
+    train, call, shards, tmp_path, monkeypatch, refused
+):
+    """And where they are gone the message names data_dir and the folder that the run read."""
     home = tmp_path / "home"
     data = shutil.copytree(shards, home / "bytes")
     monkeypatch.chdir(home)
@@ -291,8 +294,10 @@ def test_a_run_finds_its_relative_data_from_anywhere(train, shards, tmp_path, mo
         assert run_folder.read_config(source).data_dir == str(data)
     assert load_config(["--resume", str(run)]).data_dir == str(data)
     shutil.rmtree(data)
+    says = ("bytes does not exist here", f"nor does {data}, where {run} was trained", "--data_dir")
     monkeypatch.setattr("sys.argv", ["train.py", "--resume", str(run), "--max_iters=5"])
-    refused(train_main, says=f"{data} does not exist")
+    refused(train_main, says=says)
+    refused(call, eval_length, run, says=says)
 
 
 @pytest.mark.parametrize("argument", ["--help", "--lerning_rate=1"])

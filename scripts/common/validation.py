@@ -17,7 +17,7 @@ from config import Config
 from data.loader import Batches, copy_to, inputs_and_targets, validation_tokens
 from data.shards import check_tokenizer
 from errors import UserError
-from runtime.config_files import find_data
+from runtime.config_files import find_data, require_data_dir
 from scripts.common.command_line import option
 from scripts.common.hf_models import ModelConfig, tokens_of
 from scripts.common.options import EvaluationOptions
@@ -175,5 +175,6 @@ def checked_tokens(config: Config, wanted: int = sys.maxsize) -> NDArray[np.inte
     """The first `wanted` validation tokens and a last target, if they are tokens of the run."""
     if isinstance(config, ModelConfig):
         return tokens_of(config, wanted)
+    require_data_dir(config)
     check_tokenizer(config.data_dir, config.tokenizer)
     return validation_tokens(config.data_dir, wanted, config.text_ids)
