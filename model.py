@@ -116,9 +116,8 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, H, L, d], k and v [B, Hk, L, d] of x [B, L, n_embd]."""
         heads = self.c_attn(x).unflatten(2, (-1, self.d_head))
-        heads = heads.transpose(1, 2)  # [B, H + 2 Hk, L, d]
         head_counts = (self.n_head, self.n_kv_head, self.n_kv_head)
-        q, k, v = heads.split(head_counts, dim=1)
+        q, k, v = (part.transpose(1, 2) for part in heads.split(head_counts, dim=2))
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q).to(q.dtype)  # autocast on CUDA norms in float32
             k = self.k_norm(k).to(k.dtype)
@@ -481,6 +480,9 @@ def compile_model(model: GPT, varied_lengths: bool = False) -> None:
     # optimize_ddp would split one graph at DDP's buckets; here each block is a graph already
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = 32  # lengths of batches, kinds of blocks
+    # The default of 30 would write intermediate gradients of RoPE and of unit lengths to memory, 9%
+    # of what LSSA's kernels read and write (docs/benchmarks.md).
+    torch._inductor.config.realize_opcount_threshold = 60
     # False: else a smaller last batch in validation makes the graph of training dynamic too
     dynamic = None if varied_lengths else False
     for block in model.trunk.blocks:

@@ -90,18 +90,23 @@ class Rope:
 class Rotation:
     """The rotations of consecutive positions, and their factor on every score."""
 
-    cos: Tensor  # [L, d/2], or [B, 1, L, d/2] where documents are of different lengths
+    cos: Tensor  # [L, d/2], or [B, L, d/2] where documents are of different lengths
     sin: Tensor
     score_scale: float | Tensor  # a tensor has a factor for each query, [B, 1, L, 1]
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn every pair (x_i, x_{i + d/2}) of x [B, H, L, d] by its angle."""
-    cos = rotation.cos
-    sin = rotation.sin
+    """Turn every pair (x_i, x_{i + d/2}) of x [B, H, L, d] by its angle.
+
+    The result lies in memory as [B, L, H, d], as the projections do: a copy in another order would
+    cost the forward and the backward pass of attention a transposition each.
+    """
+    x = x.transpose(1, 2)  # [B, L, H, d]
+    cos = rotation.cos.unsqueeze(-2)  # [L, 1, d/2] or [B, L, 1, d/2]
+    sin = rotation.sin.unsqueeze(-2)
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return rotated.to(x.dtype)
+    return rotated.to(x.dtype).transpose(1, 2)
 
 
 class RopeTable(nn.Module):
@@ -173,7 +178,7 @@ class RopeTable(nn.Module):
         angles = positions[..., None] * torch.stack(frequencies)[index]  # [B, L, d/2]
         score_scale = torch.tensor(score_scales, dtype=torch.float64)[index]  # [B, L]
         return Rotation(
-            angles.cos()[:, None].to(self.cos),
-            angles.sin()[:, None].to(self.cos),
+            angles.cos().to(self.cos),
+            angles.sin().to(self.cos),
             score_scale[:, None, :, None].to(self.cos),
         )
