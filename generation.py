@@ -86,7 +86,8 @@ def generate(
                 logits = logits.masked_fill(logits < smallest, -math.inf)
             # from the largest logit on, so that no temperature overflows: 0 / TINY is 0
             logits = logits - logits.amax(-1, keepdim=True)
-            probabilities = (logits / max(temperature, TINY)).softmax(-1)
+            divisor = min(max(temperature, TINY), 1 / TINY)
+            probabilities = (logits / divisor).softmax(-1)
             new = torch.multinomial(probabilities, 1, generator=generator)
         columns.append(new)
         if len(columns) == max_new_tokens:

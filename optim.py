@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from config import Config
+from errors import UserError
 from model import GPT
 
 
@@ -48,6 +49,13 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
         fused=True,
     )
     optimizers.append(adamw)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group["lr"] != config.learning_rate:
+                raise UserError(
+                    f'optim.py: a group has "lr": {group["lr"]}, which the schedule overwrites: '
+                    'give it "lr_scale", the factor on the learning rate of each step'
+                )
     return optimizers
 
 

@@ -79,9 +79,12 @@ def main(config: Config | None = None) -> None:
     with process_group(rank, world_size, device, config.timeout), lock:
         fitting = -all_reduce_max(-fitting)  # the smallest: the ranks' GPUs may differ in memory
         if fitting != config.batch_size and rank == 0:
-            say(f"batch_size = {fitting}, the largest divisor of a process's step that fits")
+            sequences = config.total_batch_size // (world_size * config.block_size)
+            say(f"batch_size = {fitting}: the largest that fits and divides {sequences} sequences")
         config = config.replace(batch_size=fitting)
         resume = checkpoint.should_resume(run, config.resume)
+        if resume:
+            checkpoint.check_beginning(run, config.init_from)
         config = config.replace(resume=resume, init_from="" if resume else config.init_from)
         training, loader, loss_fn = set_up(config, rank, world_size, device)
         stopped = False
@@ -106,7 +109,7 @@ def set_up(
     is_main = rank == 0
 
     # ---- data ----
-    if config.resume:
+    if config.resume and TASKS[config.task].reads_shards:
         require_data_dir(config)
     loader = open_loader(config, rank, world_size, device)
     identity = loader.identity() if loader else {}
@@ -218,15 +221,18 @@ def train(
 
 def check_ranks(config: Config, loader: Loader | None, identity: Identity) -> None:
     """Raise the same UserError on every rank where ranks read different data."""
-    tokens = loader.tokens if loader else 0
+    tokens = loader.tokens if loader else 0  # there is none in a dry run without data
     (first_tokens, first), *others = all_gather((tokens, identity))
     for rank, (other_tokens, other) in enumerate(others, start=1):
         differing = data_difference(first, other)
+        counts = ""
+        if other_tokens != first_tokens:
+            differing = differing or "data"
+            counts = f", {other_tokens:,} tokens for training, not {first_tokens:,}"
         if differing is not None:
             raise UserError(
-                f"{config.data_dir}: rank {rank} reads other {differing} than rank 0, "
-                f"{other_tokens:,} tokens for training, not {first_tokens:,}: copy the same data "
-                "to every node"
+                f"{config.data_dir}: rank {rank} reads other {differing} than rank 0{counts}: copy "
+                "the same data to every node"
             )
 
 
@@ -347,10 +353,12 @@ def stop_diverged(
         next_batch = config.first_batch + step - saved
         rate = f"{config.learning_rate / 2:g}"
         settings = ["--resume", f"--out_dir={config.out_dir}", f"--learning_rate={rate}"]
+        changed = tuple(setting.partition("=")[0] for setting in settings)
+        kept = [argument for argument in sys.argv if not argument.startswith(changed)]
         launcher = "torchrun ..." if dist.is_initialized() else "python"
         print(
             f"error: step {step}: {error}. The checkpoint of step {saved} is good; this continues "
-            f"it at half the rate: {launcher} {shlex.join([*sys.argv, *settings])}; "
+            f"it at half the rate: {launcher} {shlex.join([*kept, *settings])}; "
             f"--first_batch={next_batch} skips the batches up to this step",
             file=sys.stderr,
         )

@@ -73,12 +73,12 @@ def open_dataset(args: argparse.Namespace, repo: str, rules: Rules) -> Dataset:
         if isinstance(state, dict):
             raise UserError("an earlier version has begun this folder: delete it, or use another")
         first_file, row = state or (0, 0)
-        with reading(source):
-            for index in range(first_file, dataset.num_shards):
+        for index in range(first_file, dataset.num_shards):
+            with reading(paths[index]):
                 file = dataset.shard(dataset.num_shards, index).skip(row)
                 for batch in file.iter(BATCH):
                     texts = batch[column]
-                    names = [f"{files[index][0]}, row {row + k}" for k in range(len(texts))]
+                    names = [f"{paths[index]}, row {row + k}" for k in range(len(texts))]
                     yield (index, row), list(rules.documents(zip(names, texts, strict=True)))
                     row += len(texts)
                 row = 0

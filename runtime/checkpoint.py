@@ -4,8 +4,8 @@ config.json        every setting, resolved
 tokenizer.json     the tokenizer, unless it is built in
 data_dir.txt       the absolute path of data_dir, which another working directory needs
 environment.json   versions, machine, commit; the settings that were changed when resuming
-uncommitted.patch  the repository's uncommitted changes, untracked .py files included; resuming at
-                   step 200 adds uncommitted_000200.patch
+uncommitted.patch  changes of the repository since the commit, if any, with untracked .py files;
+                   resuming at step 200 adds uncommitted_000200.patch
 began_with.json    step and sha256 of the checkpoint whose weights init_from loaded
 wandb.json         the run's id in wandb
 metrics.jsonl      one JSON object per line, for each training step and each validation
@@ -167,7 +167,7 @@ def began_in(run: Path) -> Beginning:
 def edited_formulas(run: Path, config: Config) -> str | None:
     """If attention.py has changed since a run began, return what the run used; else None."""
     if differs(began_in(run).formulas, formulas_hash(config)):
-        return f"other formulas of {config.attention!r} than attention.py has now"
+        return f"other formulas of {config.attention!r} than the code has now"
     return None
 
 
@@ -225,8 +225,11 @@ def write_header(
             record["changes"].append({"step": resumed_at, **changes})
     write_json(run / "environment.json", record)
     patch = f"uncommitted_{resumed_at:06d}.patch" if resumed_at else "uncommitted.patch"
-    with atomic_write(run / patch) as file:
-        file.write(uncommitted())
+    if record["modified"]:
+        with atomic_write(run / patch) as file:
+            file.write(uncommitted())
+    else:
+        (run / patch).unlink(missing_ok=True)
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -333,6 +336,18 @@ def should_resume(run: Path, resume: bool | str) -> bool:
     return False
 
 
+def check_beginning(run: Path, init_from: str) -> None:
+    """Raise UserError where a run that is resumed began with other weights than `init_from`."""
+    settings = read_json(run / "config.json", dict[str, Any]) or {}
+    began = settings.get("init_from", "")
+    if init_from and init_from != began:
+        weights = f"--init_from={began}" if began else "random weights"
+        raise UserError(
+            f"{run} began with {weights}, not with --init_from={init_from}: leave it out to resume "
+            "the run, or give another --out_dir"
+        )
+
+
 # ---- reading ----
 
 
@@ -395,6 +410,8 @@ def load_to_resume(run: Path, config: Config, quiet: bool) -> State:
                 f"{now.get(key)!r}; a new run from its weights: train.py {run}/config.json "
                 f"--init_from={run} --out_dir=NEW"
             )
+    if config.max_iters < state.step:
+        raise UserError(f"{run} has {state.step} steps: max_iters = {config.max_iters} is fewer")
     check_rate(run, config, state)
     return state
 

@@ -133,7 +133,9 @@ def read_file(path: str) -> dict[str, Any]:
         if key in SETTINGS:
             values[key] = value
         elif not (key.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
-            if key in unused or did_you_mean(key, SETTINGS, cutoff=0.8):
+            if key in unused:
+                require_known_setting(key, path, "which is neither a setting nor used in the file")
+            if did_you_mean(key, SETTINGS, cutoff=0.8):
                 require_known_setting(key, path)
     return values
 
@@ -178,7 +180,7 @@ def read_run(folder: str) -> dict[str, Any]:
 def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
     """The settings in a file of a run, with the copy of the tokenizer in the run's folder.
 
-    If a relative data_dir does not exist here, the absolute path that the run recorded is used.
+    If data_dir is another folder here than the run's, the absolute path that it recorded is used.
     """
     if not isinstance(values, dict) or "attention" not in values:
         raise UserError(f"{source}: it does not hold the settings of a run")
@@ -193,9 +195,9 @@ def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
     if values.get("tokenizer", "gpt2") not in BUILT_IN and copy.is_file():
         values = values | {"tokenizer": str(copy)}
     data_dir = values.get("data_dir")
-    if isinstance(data_dir, str) and not os.path.exists(find_data(data_dir)):
-        recorded = recorded_data_dir(folder)
-        if recorded is not None and recorded.exists():
+    recorded = recorded_data_dir(folder)
+    if isinstance(data_dir, str) and recorded is not None and recorded.exists():
+        if Path(find_data(data_dir)).resolve() != recorded.resolve():
             values = values | {"data_dir": str(recorded)}
     return values
 
@@ -207,29 +209,30 @@ def recorded_data_dir(run: Path) -> Path | None:
 
 
 def require_data_dir(config: Config) -> None:
-    """Raise UserError if the data_dir of a run that has begun is neither here nor where it was."""
+    """Raise UserError if the data_dir of a run that has begun does not exist."""
     recorded = recorded_data_dir(Path(config.out_dir))
-    if recorded is not None and not os.path.exists(config.data_dir):
-        raise UserError(
-            f"{config.data_dir} does not exist here, nor does {recorded}, where {config.out_dir} "
-            "was trained: name the folder of the shards with --data_dir"
-        )
+    if recorded is None or os.path.exists(config.data_dir):
+        return
+    state = "exists" if recorded.exists() else "does not exist either"
+    raise UserError(
+        f"{config.data_dir} does not exist here, and {recorded}, on which {config.out_dir} was "
+        f"trained, {state}: name the folder of the shards with --data_dir"
+    )
 
 
 def find_data(data_dir: str) -> str:
     """The folder of shards: the repository's, where the current folder has none of this name."""
     in_repository = os.path.join(ROOT, data_dir)
-    if os.path.isdir(in_repository) and not os.path.exists(data_dir):
+    is_package = os.path.exists(os.path.join(in_repository, "__init__.py"))  # such as data
+    if os.path.isdir(in_repository) and not is_package and not os.path.exists(data_dir):
         return in_repository
     return data_dir
 
 
-def require_known_setting(key: str, where: str) -> None:
+def require_known_setting(key: str, where: str, why: str = "which is not a setting") -> None:
     if key not in SETTINGS:
         hint = did_you_mean(key, SETTINGS)
-        raise UserError(
-            f"{where} sets {key!r}, which is not a setting; {hint}python train.py --help lists them"
-        )
+        raise UserError(f"{where} sets {key!r}, {why}; {hint}python train.py --help lists them")
 
 
 def parse(key: str, text: str) -> Any:

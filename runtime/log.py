@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # importing torch takes seconds, and reading a log needs none
 # Repeated tokens are worth less after about four epochs (Muennighoff et al. 2023, "Scaling
 # Data-Constrained Language Models").
 MANY_EPOCHS = 4
+# A factor on the learning rate between two steps that is worth a warning.
+MUCH_HIGHER = 1.5
 # Where bfloat16 on a CPU is worth a line: from this n_embd on, and for products this much faster.
 WIDE = 256
 WORTHWHILE = 1.5
@@ -159,6 +161,7 @@ def wandb_settings(config: Config) -> Any:
     mode = wandb_mode(config)
     if mode == "disabled":
         return None
+    import pydantic  # wandb depends on it
     import wandb  # takes a second
 
     run = Path(config.out_dir)
@@ -168,6 +171,7 @@ def wandb_settings(config: Config) -> Any:
         root_dir=str(run),
         init_timeout=8,
         silent=True,
+        resume="allow",
     )
     wanted = {"project": config.wandb_project, "entity": config.wandb_entity}
     if mode != "auto":
@@ -177,9 +181,14 @@ def wandb_settings(config: Config) -> Any:
         for name, value in wanted.items():
             if value:
                 setattr(settings, name, value)
-    except (wandb.errors.Error, ValueError) as error:
-        reason = " ".join(str(error).splitlines()[:3])
-        raise UserError(f"wandb: {reason}; --wandb_entity=TEAM names a team") from error
+    except pydantic.ValidationError as error:
+        refused = error.errors()[0]
+        name = refused["loc"][0]
+        raise UserError(f"wandb: {name} = {refused['input']!r}: {refused['msg']}") from error
+    except wandb.errors.Error as error:
+        project = config.wandb_project or os.environ.get("WANDB_PROJECT", "")
+        hint = "; --wandb_entity=TEAM names a team" if "/" in project else ""
+        raise UserError(f"wandb: {first_line(error)}{hint}") from error
     if "/" in (settings.entity or ""):
         raise UserError(f"wandb: the entity {settings.entity!r} must be only the name of a team")
     return settings
@@ -202,7 +211,6 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
     saved = read_json(path, dict[str, str]) if resumed else None
     init = partial(
         wandb.init,
-        resume="allow",
         id=saved.get("id") if saved else None,
         config=config.as_dict(),
         settings=settings,
@@ -254,6 +262,7 @@ def describe(
         lines += describe_documents(loader.documents)
     for key, (before, now) in training.changes.items():
         lines.append(f"from step {training.step} on {key} = {now!r}, before {before!r}")
+    lines += describe_jump(config, training)
     for key in ("window", "local_window"):
         keys = getattr(config, key)
         if keys is not None and keys >= config.block_size:
@@ -268,6 +277,20 @@ def describe(
         checks = "all checks passed" if loader else "all checks passed except on the data"
         lines.append(f"dry run: {checks}; nothing was written")
     return "\n".join(lines)
+
+
+def describe_jump(config: Config, training: "Training") -> list[str]:
+    """Return a warning for a resumed run whose changed schedule begins at a much higher rate."""
+    from optim import learning_rate
+
+    if training.step == 0 or training.step >= config.max_iters:
+        return []
+    before = config.replace(**{key: values[0] for key, values in training.changes.items()})
+    last = learning_rate(training.step - 1, before)
+    next_rate = learning_rate(training.step, config)
+    if next_rate <= MUCH_HIGHER * max(last, learning_rate(training.step, before)):
+        return []
+    return [f"warning: the learning rate jumps from {last:.2e} to {next_rate:.2e}"]
 
 
 def faster_dtype(config: Config, device: "torch.device") -> list[str]:

@@ -17,9 +17,10 @@ heads with RoPE never see farther than in training.
 Runs on text are evaluated by length, with the sliding-window control; runs on recall by their
 accuracy at each length; runs on orbits by their last validation. The table has means and standard
 deviations over seeds, and paired differences: an entry's number minus the first entry's number with
-the same seed, which trains on the same batches and, where the shapes agree, from the same initial
-weights (T6's differ). Seeds change the loss of all entries alike, so that a difference may be the
-same at every seed and far smaller than the range over seeds.
+the same seed, which trains on the same batches and from the same initial weights where the shapes
+agree. T6, learned positions, bias = False, SwiGLU and grouped keys draw other initial weights.
+Seeds change the loss of all entries alike, so that a difference may be the same at every seed and
+far smaller than the range over seeds.
 
 Committed results of the same scale, in results/, are shown too, dashed in the picture, if their
 settings and data (the sequences of recall, the shards of text) are the same; a single config is

@@ -239,7 +239,7 @@ def worth_curve(name: str, result: dict, is_control: bool) -> Curve:
             worth = math.nan
         worths.append(worth)
         errors.append(error)
-    return Curve(name, lags, worths, errors, band="± standard error", thin=is_control)
+    return Curve(name, lags, worths, errors, band="standard error", thin=is_control)
 
 
 COPYING = Evaluation(

@@ -55,6 +55,8 @@ def main() -> None:
 def read_steps(path: str | Path) -> Steps:
     """Read the steps and validations of a run. Raises UserError where there are none."""
     steps = read_metrics(run_folder.folder_of(path))
+    if not steps and not Path(path).exists():
+        raise UserError(run_folder.no_checkpoint(path))
     if not steps:
         raise UserError(f"{path}: its metrics.jsonl has no step yet")
     return steps

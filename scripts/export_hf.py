@@ -43,6 +43,19 @@ LOAD = """
 model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{folder}", trust_remote_code=True)
 """
+# The settings of the attention that a model card names if they are not GPT-2's.
+CARD_SETTINGS = (
+    "projections",
+    "n_kv_head",
+    "nope_every",
+    "nope_share",
+    "rope_share",
+    "qk_norm",
+    "forget",
+    "gate",
+    "softcap",
+    "sink",
+)
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -164,6 +177,14 @@ def model_card(run: Run, folder: str) -> str:
         ),
         "tokenizer": f"{Path(config.tokenizer).name}, {config.text_ids:,} ids",
     }
+    layers = run.model.attention_layers()
+    windows = [attention.window for layer in layers for attention in layer.attentions()]
+    if any(windows):
+        shown_windows = ", ".join(str(window or "all keys") for window in windows)
+        rows["windows by layer"] = shown_windows
+    for key in CARD_SETTINGS:
+        if getattr(config, key) != getattr(Config, key):
+            rows[key] = getattr(config, key)
     if config.document_mask:
         rows["documents"] = "begin with end-of-text; attention stays within them"
     for line in read_metrics(run.path):
@@ -174,7 +195,7 @@ def model_card(run: Run, folder: str) -> str:
     for key, value in rows.items():
         table += f"\n| {key} | {value} |"
     load = LOAD.format(folder=folder)
-    return CARD.format(name=run.facts["variant"], table=table, load=load)
+    return CARD.format(name=config.label, table=table, load=load)
 
 
 def transformers_tokenizer(config: Config) -> Any:

@@ -176,9 +176,9 @@ def chance_curves(results: Results) -> list[Curve]:
     results_of_tasks = {result["recall"]: result for result in results.values()}
     curves = []
     for task, result in results_of_tasks.items():
-        label = chance_label(task)
+        label = f"chance: {chance_label(task)}"
         if len(results_of_tasks) > 1:
-            label = f"{task}: {label}"
+            label = f"{task}, {label}"
         lengths = list(accuracies(result))
         curves.append(Curve(label, lengths, chances(result, lengths), reference=True))
     return curves

@@ -11,7 +11,11 @@ if [ "$GPUS" = 0 ]; then
     exit 2
 fi
 # a mistake is said once, not by every process
-python train.py --resume=auto "$@" --dry_run >/dev/null
+checks=$(python train.py --resume=auto "$@" --dry_run)
+if missing=$(grep "not there yet" <<<"$checks"); then
+    echo "error: $missing" >&2
+    exit 2
+fi
 # torchrun, but where a signal has stopped the run, without a traceback of its own
 TORCHRUN="
 import sys

@@ -21,7 +21,11 @@ cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the repository}"
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0    # where the network is wrong: `ip address`
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
 # a mistake is said once, not by every process
-python train.py --resume=auto "$@" --dry_run >/dev/null
+checks=$(python train.py --resume=auto "$@" --dry_run)
+if missing=$(grep "not there yet" <<<"$checks"); then
+    echo "error: $missing" >&2
+    exit 2
+fi
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_ON_NODE:-8} # otherwise srun binds a task to one CPU

@@ -272,12 +272,12 @@ def test_a_run_with_a_setting_of_another_version_is_refused(tmp_path):
 def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
     repository = CONFIGS.parent
     monkeypatch.chdir(tmp_path)
-    in_repository = str(repository / "tests")  # a folder that is always there
-    assert load_config(["--data_dir=tests"]).data_dir == in_repository
-    saved(tmp_path / "run", data_dir="tests")
+    in_repository = str(repository / "docs")  # a folder that is always there
+    assert load_config(["--data_dir=docs"]).data_dir == in_repository
+    saved(tmp_path / "run", data_dir="docs")
     assert run_folder.read_config(tmp_path / "run").data_dir == in_repository
-    (tmp_path / "tests").mkdir()
-    assert load_config(["--data_dir=tests"]).data_dir == "tests"
+    (tmp_path / "docs").mkdir()
+    assert load_config(["--data_dir=docs"]).data_dir == "docs"
     assert load_config(["--data_dir=nowhere"]).data_dir == "nowhere"
 
 
@@ -293,8 +293,14 @@ def test_a_run_finds_its_relative_data_from_anywhere(
     for source in (run, run / "step_000003.pt"):
         assert run_folder.read_config(source).data_dir == str(data)
     assert load_config(["--resume", str(run)]).data_dir == str(data)
+    other = shutil.copytree(shards, tmp_path / "bytes")  # of the same name
+    assert run_folder.read_config(run).data_dir == str(data)
+    shutil.rmtree(other)
+    given = ["train.py", "--resume", "--data_dir=bytes", f"--out_dir={run}", "--max_iters=5"]
+    monkeypatch.setattr("sys.argv", given)
+    refused(train_main, says=("bytes does not exist here", f"{data}, on which", "exists: name"))
     shutil.rmtree(data)
-    says = ("bytes does not exist here", f"nor does {data}, where {run} was trained", "--data_dir")
+    says = ("bytes does not exist here", f"{data}, on which {run} was trained, does not exist")
     monkeypatch.setattr("sys.argv", ["train.py", "--resume", str(run), "--max_iters=5"])
     refused(train_main, says=says)
     refused(call, eval_length, run, says=says)
@@ -438,11 +444,20 @@ n_head = Sizes.head * depth
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("n_layers = 3", "{path} sets 'n_layers', which is not a setting; did you mean n_layer?"),
+        (
+            "n_layers = 3",
+            "'n_layers', which is neither a setting nor used in the file; did you mean",
+        ),
         ("n_layers = 3\nn_embd = 64 * n_layers", "did you mean n_layer?"),
-        ("lr = 1e-3\nlearning_rate = lr", "did you mean learning_rate?"),
-        ("dropout = 0.1", "{path} sets 'dropout', which is not a setting;"),
-        ("dropout: float = 0.1", "{path} sets 'dropout', which is not a setting;"),
+        (
+            "lr = 1e-3\nlearning_rate = lr",
+            "'lr', which is not a setting; did you mean learning_rate?",
+        ),
+        (
+            "dropout = 0.1",
+            "{path} sets 'dropout', which is neither a setting nor used in the file;",
+        ),
+        ("dropout: float = 0.1", "{path} sets 'dropout', which is neither a setting nor used"),
         ("n_layer = 1 / 0", "config file {path} fails: ZeroDivisionError: division by zero"),
     ],
 )

@@ -24,6 +24,11 @@ assert "torch" not in sys.modules
     assert not_blank(run / "curves.png")
 
 
+def test_a_missing_run_is_refused_with_the_nearest_name(run, call, refused):
+    missing = run.with_name(run.name + "x")
+    refused(call, curves, missing, says=("no checkpoint in it", f"did you mean {run}?"))
+
+
 def test_the_curves_of_a_run_in_training(run, call):
     losses = metrics(run, "loss")
     val_losses = metrics(run, "val_loss")

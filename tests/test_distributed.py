@@ -122,7 +122,7 @@ def test_a_rank_that_sees_an_older_checkpoint_ends_the_run(shards, tmp_path):
     assert [finish(process) for process in reversed(pair)] == [2, 1]
 
 
-@pytest.mark.parametrize("fault", ["fewer", "edited"])
+@pytest.mark.parametrize("fault", ["fewer", "edited", "none"])
 def test_ranks_that_read_different_data_all_end_with_the_same_words(shards, tmp_path, fault):
     """As where data_dir is on each node's own disk."""
     folders = {}
@@ -131,19 +131,26 @@ def test_ranks_that_read_different_data_all_end_with_the_same_words(shards, tmp_
         data = shutil.copytree(shards, node / "data")
         folders[rank] = {"chdir": node, "output": tmp_path / f"output{rank}"}
     shard = data / "text_train_000002.bin"
-    tokens = "3,999"
+    differing = "training shards"
+    counts = ""
+    more = []
     if fault == "fewer":
         shard.unlink()
-        tokens = "3,000"
+        counts = ", 3,000 tokens for training, not 3,999"
+    elif fault == "none":
+        shutil.rmtree(data)
+        differing = "data"
+        counts = ", 0 tokens for training, not 3,999"
+        more = ["--dry_run"]  # which needs no data
     else:
         reverse_shard(shard)
-    pair = group(arguments("data", "run"), folders)
+    pair = group(arguments("data", "run", *more), folders)
     assert both(pair) == [2, 2]
     for rank in range(2):
         message = (tmp_path / f"output{rank}").read_text().splitlines()[-1]
         assert message == (
-            "error: data: rank 1 reads other training shards than rank 0, "
-            f"{tokens} tokens for training, not 3,999: copy the same data to every node"
+            f"error: data: rank 1 reads other {differing} than rank 0{counts}: "
+            "copy the same data to every node"
         )
     assert not list(tmp_path.glob("node*/run"))
 
@@ -201,16 +208,23 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
     assert list(metrics(folder)) == list(range(1, step + 1))
 
 
-def test_a_mistake_is_said_once_before_torchrun_starts():
+@pytest.mark.parametrize(
+    "argument, says",
+    [
+        ("--task=orbits", "error: task = 'orbits' cannot tie"),
+        ("--data_dir=nowhere", "error: nowhere: not there yet; data.fineweb or data.text makes"),
+    ],
+)
+def test_a_mistake_is_said_once_before_torchrun_starts(tmp_path, argument, says):
     done = subprocess.run(
-        ["bash", "scripts/train_8gpu.sh", "--task=orbits"],
+        ["bash", "scripts/train_8gpu.sh", argument, "--n_layer=1", f"--out_dir={tmp_path / 'run'}"],
         cwd=ROOT,
         env=os.environ | {"GPUS": "2"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: task = 'orbits' cannot tie")
+    assert done.stderr.startswith(says)
     assert len(done.stderr.splitlines()) == 1
 
 

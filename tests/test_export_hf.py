@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.testing import assert_close
 
 from data.tokenizer import get_tokenizer
 from generation import generate
+from layers.build import build_model
 from scripts import export_hf
 from scripts.common.runner import Options, load_run
 from tests.helpers import ROWS, saved_run, small_model
@@ -428,6 +430,13 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, c
         assert f"| {row} |" in card
     assert f'from_pretrained("{target}", trust_remote_code=True)' in printed
     assert str(tmp_path) not in card  # no path of the exporting machine
+    assert "windows" not in card
+    config = run.config.replace(name="mine", window=8, qk_norm=True)
+    model = build_model(config)
+    card = export_hf.model_card(replace(run, config=config, model=model), "model")
+    assert "\n# mine\n" in card
+    assert "| windows by layer | 8, 8 |" in card
+    assert "| qk_norm | True |" in card
 
 
 @torch.no_grad()

@@ -35,6 +35,8 @@ def test_wandb_offline_says_how_to_sync(shards, tmp_path):
             {"project": "p", "entity": "team", "run_name": "n", "root_dir": "d"},
         ),
         ({}, {"WANDB_SILENT": "false", "WANDB_INIT_TIMEOUT": "90"}, {"silent": False}),
+        ({}, {}, {"resume": "allow"}),
+        ({}, {"WANDB_RESUME": "never"}, {"resume": "never"}),
         (
             {"wandb_project": "mine", "wandb_entity": "us", "wandb_mode": "online"},
             {"WANDB_PROJECT": "p", "WANDB_ENTITY": "team", "WANDB_MODE": "offline"},
@@ -66,10 +68,11 @@ def test_wandbs_environment_counts_where_no_setting_does(
 @pytest.mark.parametrize(
     "setting, says",
     [
-        ("--wandb_project=team/name", "Invalid project name 'team/name'"),
+        ("--wandb_project=team/name", ("project name 'team/name'", "--wandb_entity=TEAM names")),
         ("--wandb_entity=team/name", "the entity 'team/name' must be"),
         ("WANDB_PROJECT=a:b", "Invalid project name 'a:b'"),
-        ("WANDB_MODE=on", "mode   Input should be 'online', 'offline'"),
+        ("WANDB_MODE=on", "error: wandb: mode = 'on': Input should be 'online', 'offline'"),
+        ("WANDB_RUN_ID=a/b", "Run ID cannot contain"),
     ],
 )
 def test_wandbs_names_are_checked_before_there_is_a_folder(

@@ -726,6 +726,17 @@ def test_a_cache_that_is_too_small_is_refused():
         model.hidden(tokens(1, 1), cache)
 
 
+def test_an_extreme_temperature_is_the_limit_of_temperatures():
+    """Beyond float32's range too: 0 is greedy, and at infinity all tokens but `never` are alike."""
+    model = small_model("softmax.py").float()
+    prompt = tokens(1, 6)
+    greedy = generate(model, prompt, 5, temperature=0)
+    assert torch.equal(generate(model, prompt, 5, temperature=1e-40), greedy)
+    hot = generate(model, prompt.expand(400, -1), 1, temperature=1e39, never=3)[:, -1]
+    assert len(hot.unique()) > 150
+    assert 3 not in hot
+
+
 @pytest.mark.parametrize("temperature, k", [(0.7, None), (3.0, None), (3.0, 3)])
 def test_samples_follow_the_softmax_of_logits_over_temperature(temperature, k):
     """Of the k likeliest alone, and 5 standard errors of 4,000 samples around it."""

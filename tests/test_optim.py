@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from config import Config
+from errors import UserError
 from layers.build import build_model
 from optim import InFloat32, ShardedMuon, build_optimizers, learning_rate, set_learning_rate
 from runtime.config_files import load_config
@@ -49,6 +50,20 @@ def test_a_rate_is_set_for_all_groups_times_their_lr_scale():
         assert scaled["lr"] == 10 * lr
         assert unscaled["lr"] == lr
         assert second.param_groups[0]["lr"] == lr
+
+
+def test_a_groups_lr_is_refused_because_the_schedule_would_overwrite_it(monkeypatch):
+    config = load_config(SMALL)
+    model = build_model(config)
+
+    class WithAnLr(torch.optim.AdamW):
+        def __init__(self, groups, **settings):
+            groups[0]["lr"] = 5.0
+            super().__init__(groups, **settings)
+
+    monkeypatch.setattr(torch.optim, "AdamW", WithAnLr)
+    with pytest.raises(UserError, match='"lr": 5.0, which the schedule overwrites'):
+        build_optimizers(model, config)
 
 
 @pytest.mark.parametrize("projections", ["linear", "tpa"])

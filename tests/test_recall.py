@@ -336,13 +336,13 @@ def test_a_dashed_line_is_the_level_of_chance():
         lines = {label: y for label, y in lines.items() if not label.startswith("_")}
         return {label: [round(percent, 1) for percent in y] for label, y in lines.items()}
 
-    in_view = "a value in view, without matching its key"
-    repeated = "repeating the last answer"
+    in_view = "chance: a value in view, without matching its key"
+    repeated = "chance: repeating the last answer"
     assert dashed(a=measured("lookup"), b=measured("lookup")) == {in_view: [33.7, 33.7]}
     assert dashed(a=measured("mqar", proportional=True)) == {in_view: [27.3, 6.2]}
     assert dashed(a=measured("sort"), b=measured("latest")) == {
-        f"sort: {repeated}": [36.2, 93.8],
-        f"latest: {in_view}": [31.5, 31.5],
+        f"sort, {repeated}": [36.2, 93.8],
+        f"latest, {in_view}": [31.5, 31.5],
     }
 
 
@@ -356,7 +356,7 @@ def test_the_picture_of_a_table_has_the_level_of_chance():
     figure = pictures.together(table | {"rows": {"softmax": softmax, "ssmax": ssmax}})
     accuracies, differences = figure.axes
     lines = {line.get_label(): line.get_ydata() for line in accuracies.lines}
-    assert lines["repeating the last answer"] == pytest.approx([36.2, 93.75], abs=0.05)
+    assert lines["chance: repeating the last answer"] == pytest.approx([36.2, 93.75], abs=0.05)
     assert [line.get_label() for line in differences.lines] == ["ssmax"]
     assert differences.get_title() == "minus softmax, with the same seed"
 

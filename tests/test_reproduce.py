@@ -34,6 +34,7 @@ from scripts.reproduce.entries import (
     with_p,
     without_positions,
 )
+from scripts.reproduce.plan import duration
 from tests.helpers import measured_losses, not_blank, read_table, small_config
 from tests.runs import ROOT, wait_for
 
@@ -212,13 +213,25 @@ def test_a_plan_needs_no_data(reproduced, commands, tmp_path, capsys):
     assert re.search(
         r"to train: 15 runs.*disk: at most \S+ GB of checkpoints; \S+ GB", printed, re.S
     )
-    cost = r"(\S+e\+\d+) FLOP: (\S+) hours of this machine, by a step of softmax; (\S+) hours of an"
-    match = re.search(cost, printed)
-    flop, here, a100 = map(float, match.groups())
-    assert a100 == pytest.approx(flop / (0.4 * 312e12 * 3600), rel=0.1)
-    assert here > a100
+    cost = (
+        r"(\S+) FLOP: (\S+) (\w+) of this machine, by a step of softmax; "
+        r"(\S+) (\w+) of an A100"
+    )
+    flop, here, here_unit, a100, a100_unit = re.search(cost, printed).groups()
+    seconds = {"hours": 3600, "minutes": 60, "seconds": 1}
+    a100_seconds = float(a100) * seconds[a100_unit]
+    assert a100_seconds == pytest.approx(float(flop) / (0.4 * 312e12), rel=0.1)
+    assert float(here) * seconds[here_unit] > a100_seconds
     assert not commands
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "hours, words",
+    [(1234.5, "1,234 hours"), (1.26, "1.3 hours"), (0.5, "30 minutes"), (0.001, "3.6 seconds")],
+)
+def test_a_duration_has_a_unit_that_suits_it(hours, words):
+    assert duration(hours) == words
 
 
 # ---- entries and scales ----

@@ -327,7 +327,7 @@ def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
     planned = PlannedRun("lssar", config.replace(out_dir=str(run)), [])
     assert planned.difference() is None
     other_formula()
-    assert planned.difference() == "other formulas of 'lssar' than attention.py has now"
+    assert planned.difference() == "other formulas of 'lssar' than the code has now"
     runner.load_run(run)
     assert "was trained with other formulas of 'lssar'" in capsys.readouterr().err
     environment = json.loads((run / "environment.json").read_text())

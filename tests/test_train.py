@@ -82,7 +82,9 @@ def test_accumulation_splits_agree(train):
 
 def test_a_batch_size_that_does_not_divide_a_step_is_fitted(train, capsys):
     run = train("run", "--batch_size=3", "--max_iters=2")
-    assert "batch_size = 2, the largest divisor" in capsys.readouterr().out
+    assert (
+        "batch_size = 2: the largest that fits and divides 8 sequences" in capsys.readouterr().out
+    )
     assert json.loads((run / "config.json").read_text())["batch_size"] == 2
     agree(run, train("whole", "--batch_size=2", "--max_iters=2"))
 
@@ -302,7 +304,7 @@ def test_initial_weights_that_are_not_finite_are_refused(train, refused, tmp_pat
     refused(train, "new", start, says=("initial weights are not finite", "nan.pt"))
 
 
-def test_init_from_another_variant(train):
+def test_init_from_another_variant(train, refused):
     first = train("first", "configs/softmax.py")
     arguments = ("configs/ssmax.py", "--s_init=0.5", "--max_iters=0", f"--init_from={first}")
     second = train("second", *arguments)
@@ -316,7 +318,10 @@ def test_init_from_another_variant(train):
     for name, weight in old.items():
         assert torch.equal(new[name], weight)
     # it can be resumed like any other run
-    train("second", "configs/ssmax.py", "--s_init=0.5", "--max_iters=3", "--resume")
+    resumed = ("second", "configs/ssmax.py", "--s_init=0.5", "--max_iters=3", "--resume=auto")
+    says = f"{second} began with --init_from={first}, not with --init_from={second}"
+    refused(train, *resumed, f"--init_from={second}", says=says)
+    train(*resumed, f"--init_from={first}")
     assert list(metrics(second)) == [1, 2, 3]
     assert run_folder.read_config(second).init_from == str(first)
     began_with = json.loads((second / "began_with.json").read_text())
@@ -580,7 +585,7 @@ def changes_of(run):
     return json.loads((run / "environment.json").read_text())["changes"]
 
 
-def test_a_finished_schedule_is_extended_by_what_the_refusal_says(train, capsys):
+def test_a_finished_schedule_is_extended_by_what_the_refusal_says(train, capsys, refused):
     """Of the two commands in it each does what was asked, from the last rate or a tenth."""
     schedule = ("--schedule=cosine", "--max_iters=6", "--min_lr=1e-3")
     run = train("run", *schedule)
@@ -604,9 +609,14 @@ def test_a_finished_schedule_is_extended_by_what_the_refusal_says(train, capsys)
         assert constant[step] == pytest.approx(last, rel=1e-5)
         coeff = 0.5 * (1 + math.cos(math.pi * (step - 7) / 6))
         assert cosine[step] == pytest.approx(coeff * last, rel=1e-5)
+    assert "jumps" not in capsys.readouterr().out
     # a rate that is set is taken as it is
     train("run", *schedule, "--resume", "--max_iters=14", "--learning_rate=2e-3")
     assert metrics(run, "lr")[13] < 2e-3
+    train("copy", *schedule, "--resume", "--max_iters=14", "--min_lr=0", "--schedule=constant")
+    assert "warning: the learning rate jumps from " in capsys.readouterr().out
+    says = f"{run} has 14 steps: max_iters = 13 is fewer"
+    refused(train, "run", *schedule, "--resume", "--max_iters=13", says=says)
 
 
 def checkpoint_bytes(folder):

@@ -157,6 +157,9 @@ def load_run(path: AnyRun, options: Options | None = None) -> Run:
     edited = checkpoint.edited_formulas(folder, trained)
     if edited:
         print(f"warning: {path} was trained with {edited}", file=sys.stderr)
+    changed = checkpoint.changed_data(folder, trained)
+    if changed:
+        print(f"warning: {path} was trained on {changed}", file=sys.stderr)
     return Run(folder, config, model, device, options.torch_dtype, facts)
 
 

@@ -274,11 +274,12 @@ def chance_sentence(table: dict) -> str:
     """State how often a model is right that matches no key."""
     chance = pictures.level_of_chance(table)
     assert chance is not None  # of every table of recall
+    meaning = chance.label.removeprefix("chance: ")
     levels = [f"{level:.1f}" for level in chance.y]
     if len(set(levels)) == 1:
-        return f"Chance (dashed) is {levels[0]} at every length: {chance.label}."
+        return f"Chance (dashed) is {levels[0]} at every length: {meaning}."
     multiples = [f"{multiple:g}x" for multiple in chance.x]
-    return f"Chance (dashed) is {', '.join(levels)} at {', '.join(multiples)}: {chance.label}."
+    return f"Chance (dashed) is {', '.join(levels)} at {', '.join(multiples)}: {meaning}."
 
 
 def accuracy_by_seed(table: dict) -> list[str]:

@@ -103,7 +103,7 @@ def level_of_chance(table: dict) -> Curve | None:
     measured = next(iter(first_seeds(table).values()))
     if "recall" not in measured:
         return None
-    label = chance_label(measured["recall"])
+    label = f"chance: {chance_label(measured['recall'])}"
     levels = chances(measured, lengths_of(table))
     return Curve(label, table["multiples"], levels, reference=True)
 

@@ -29,7 +29,7 @@ def print_entries(names: Sequence[str], columns: Sequence[str], paper: dict[str,
     for i, column in enumerate(columns):
         values = [paper[name][i] if name in paper else None for name in names]
         if any(value is not None for value in values):
-            rows[0].append(f"the paper's {column}")
+            rows[0].append(f"the paper's {column.partition(',')[0]}")
             for row, value in zip(rows[1:], values, strict=True):
                 row.append("–" if value is None else f"{value:g}")
     print_table(rows)
@@ -61,13 +61,22 @@ def print_price(runs: Sequence[PlannedRun], out: Path) -> None:
     sentence = f"training takes {flop:.1e} FLOP: "
     if TASKS[left[0].config.task].tokens_per_position == 1:
         hours = flop / measured_flops(left[0].config) / 3600
-        sentence += f"{rounded(hours)} hours of this machine, by a step of {left[0].name}; "
+        sentence += f"{duration(hours)} of this machine, by a step of {left[0].name}; "
+    else:
+        sentence += "no step of this task is timed here; "
     a100_hours = flop / (0.4 * PEAK_FLOPS["A100"]) / 3600
-    print(f"{sentence}{rounded(a100_hours)} hours of an A100, assuming 40% of its peak")
+    print(f"{sentence}{duration(a100_hours)} of an A100, assuming 40% of its peak")
 
 
-def rounded(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+def duration(hours: float) -> str:
+    """The hours in words: 12 hours, 1.3 hours, 4.5 minutes, 0.02 seconds."""
+    if hours >= 10:
+        return f"{hours:,.0f} hours"
+    if hours >= 1:
+        return f"{hours:.2g} hours"
+    if hours >= 1 / 60:
+        return f"{60 * hours:.2g} minutes"
+    return f"{3600 * hours:.2g} seconds"
 
 
 def measured_flops(config: Config) -> float:
