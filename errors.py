@@ -1,6 +1,7 @@
 """How every command reports a user's mistake: one sentence, no traceback, and exit code 2."""
 
 import difflib
+import errno
 import functools
 import os
 import sys
@@ -53,8 +54,8 @@ def first_line(error: Exception) -> str:
 def command(main: Callable[P, R]) -> Callable[P, R]:
     """Decorate a command's `main`: print a UserError as one sentence and exit with code 2.
 
-    Running out of memory is reported in the same way. Ctrl-C exits with 130, and a closed output
-    pipe, as in `| head`, exits with 1.
+    Running out of memory, or of disk under the output, is reported in the same way. Ctrl-C exits
+    with 130, and a closed output pipe, as in `| head`, exits with 1.
     """
 
     @functools.wraps(main)
@@ -74,6 +75,11 @@ def command(main: Callable[P, R]) -> Callable[P, R]:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
             sys.exit(1)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            exit_with("no space left on the disk under the output")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)

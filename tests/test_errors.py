@@ -43,7 +43,7 @@ def test_the_rest_is_not_hidden(error):
     assert raised.value is error
 
 
-def test_output_that_nobody_reads_is_no_traceback():
+def test_output_that_cannot_be_written_is_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, str(ROOT / "train.py"), "--help"]
@@ -51,3 +51,7 @@ def test_output_that_nobody_reads_is_no_traceback():
     os.close(writer)
     assert process.returncode == 1
     assert process.stderr == b""
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE)
+    assert process.returncode == 2
+    assert process.stderr == b"error: no space left on the disk under the output\n"

@@ -235,7 +235,7 @@ def test_a_read_only_run_is_measured_beside_the_picture(
     call(*arguments, "--lengths=128,256", f"--out={out}")
     call(attention_maps, run, "--text=such is life", "--tokens=0", f"--out={out.with_stem('maps')}")
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
-    assert pictures[1:] == [out, out.with_stem("maps_attention_maps_lssar_p3")]
+    assert pictures[1:] == [out, out.with_stem("maps")]
     (known,) = json.loads(before["eval_length.json"])
     (measurement,) = json.loads(out.with_suffix(".json").read_text())
     assert measurement["parts"].keys() == {"128 tokens", "256 tokens"}

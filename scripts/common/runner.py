@@ -520,7 +520,9 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
         pictures = evaluation.show(options, results)
         for name, run, path in zip(names, runs, paths, strict=True):
             figure = evaluation.draw_run(options, run, results[name])
-            if figure is not None:
+            if figure is not None and arguments.out is not None and len(runs) == 1:
+                pictures[evaluation.name] = figure
+            elif figure is not None:
                 picture = picture_path([path], evaluation.name)
                 if not is_writable(picture.parent):
                     words = f"{evaluation.name} {name}".replace("/", " ").split()
