@@ -340,7 +340,7 @@ def check_beginning(run: Path, init_from: str) -> None:
     """Raise UserError where a run that is resumed began with other weights than `init_from`."""
     settings = read_json(run / "config.json", dict[str, Any]) or {}
     began = settings.get("init_from", "")
-    if init_from and init_from != began:
+    if init_from and Path(init_from).resolve() != Path(began).resolve():
         weights = f"--init_from={began}" if began else "random weights"
         raise UserError(
             f"{run} began with {weights}, not with --init_from={init_from}: leave it out to resume "

@@ -185,7 +185,7 @@ def wandb_settings(config: Config) -> Any:
         refused = error.errors()[0]
         name = refused["loc"][0]
         raise UserError(f"wandb: {name} = {refused['input']!r}: {refused['msg']}") from error
-    except wandb.errors.Error as error:
+    except (wandb.errors.Error, ValueError) as error:
         project = config.wandb_project or os.environ.get("WANDB_PROJECT", "")
         hint = "; --wandb_entity=TEAM names a team" if "/" in project else ""
         raise UserError(f"wandb: {first_line(error)}{hint}") from error

@@ -148,12 +148,18 @@ def test_nothing_is_measured_twice(module_run, call, shards, measured, capsys):
 
 @pytest.mark.usefixtures("pictures")
 def test_runs_trained_on_other_data_in_one_folder_are_not_measured_together(
-    train, call, shards, tmp_path, refused
+    train, call, shards, tmp_path, refused, capsys
 ):
+    """And each of them is measured with a warning once its shards have changed."""
     data = shutil.copytree(shards, tmp_path / "data")
     first = train("first", "--max_iters=0", f"--data_dir={data}")
+    warning = f"was trained on other training shards than {data} has now"
+    call(eval_length, first, "--lengths=16")
+    assert "warning" not in capsys.readouterr().err
     for path in data.glob("*_train_*.bin"):
         reverse_shard(path)
+    call(eval_length, first, "--lengths=16", "--tokens=64")
+    assert warning in capsys.readouterr().err
     second = train("second", "--max_iters=0", f"--data_dir={data}")
     arguments = (call, eval_length, first, second, "--lengths=16")
     refused(*arguments, says=(f"{second} was trained on other training shards than {first}",))
