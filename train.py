@@ -345,24 +345,38 @@ def stop_diverged(
     saver: checkpoint.Saver,
     step: int,
     error: str,
+    updated: bool,
 ) -> NoReturn:
-    """End the run without saving, so that the newest checkpoint is a good one."""
+    """End the run without saving, so that the newest checkpoint is a good one.
+
+    `updated` tells whether the step has changed the weights.
+    """
     saver.wait()  # it may be on its way to the disk
     if not dist.is_initialized() or dist.get_rank() == 0:  # the ranks end alike
-        saved = run_folder.step(config.out_dir) or 0
-        next_batch = config.first_batch + step - saved
-        rate = f"{config.learning_rate / 2:g}"
-        settings = ["--resume", f"--out_dir={config.out_dir}", f"--learning_rate={rate}"]
-        changed = tuple(setting.partition("=")[0] for setting in settings)
-        kept = [argument for argument in sys.argv if not argument.startswith(changed)]
-        launcher = "torchrun ..." if dist.is_initialized() else "python"
-        print(
-            f"error: step {step}: {error}. The checkpoint of step {saved} is good; this continues "
-            f"it at half the rate: {launcher} {shlex.join([*kept, *settings])}; "
-            f"--first_batch={next_batch} skips the batches up to this step",
-            file=sys.stderr,
+        advice = (
+            "No weight has changed yet, so that a lower rate does not help: the cause is in the "
+            "initial weights or in the formulas of the attention"
         )
+        if updated or step > 1:
+            advice = how_to_continue(config, step)
+        print(f"error: step {step}: {error}. {advice}", file=sys.stderr)
     sys.exit(1)
+
+
+def how_to_continue(config: Config, step: int) -> str:
+    """Name the commands that continue a run which has diverged in this step."""
+    saved = run_folder.step(config.out_dir) or 0
+    next_batch = config.first_batch + step - saved
+    rate = f"{config.learning_rate / 2:g}"
+    settings = ["--resume", f"--out_dir={config.out_dir}", f"--learning_rate={rate}"]
+    replaced = tuple(setting.partition("=")[0] for setting in settings)
+    kept = [argument for argument in sys.argv if not argument.startswith(replaced)]
+    launcher = "torchrun ..." if dist.is_initialized() else "python"
+    return (
+        f"The checkpoint of step {saved} is good; this continues it at half the rate: {launcher} "
+        f"{shlex.join([*kept, *settings])}; --first_batch={next_batch} skips the batches up to "
+        "this step"
+    )
 
 
 # ---- between steps ----
@@ -423,7 +437,7 @@ class Monitor:
         loss, grad_norm = loss_and_norm.tolist()
         if not is_finite_step(loss, grad_norm, self.training.scaler):
             error = f"loss = {loss} or gradient norm = {grad_norm} is not finite"
-            stop_diverged(self.config, self.saver, step, error)
+            stop_diverged(self.config, self.saver, step, error, updated=False)
         self.log.step(
             step,
             loss=loss,
@@ -469,7 +483,8 @@ def save(
     if not all(p.isfinite().all() for p in training.model.parameters()):
         if training.step == 0:
             raise UserError(f"initial weights are not finite: init_from = {config.init_from!r}")
-        stop_diverged(config, saver, training.step, "its update left non-finite weights")
+        error = "its update left non-finite weights"
+        stop_diverged(config, saver, training.step, error, updated=True)
     log.sync()
     saver.save("step", training.state(config))
     if training.step == 0:

@@ -20,6 +20,7 @@ class Rules:
     """
 
     column: str  # of parquet, or field of JSON
+    mark: str = END_OF_TEXT  # the text of the tokenizer's end-of-text, which stays text
     skip_nulls: bool = False
     split_at: str | None = None
     counts: Counter[str] = field(default_factory=Counter)
@@ -69,7 +70,7 @@ class Rules:
 
     def _count_marks(self, document: Document) -> Document:
         for chunk in document:
-            self.counts["marks"] += chunk.count(END_OF_TEXT)
+            self.counts["marks"] += chunk.count(self.mark)
             yield chunk
 
     def report(self) -> None:
@@ -81,8 +82,8 @@ class Rules:
             print(f"documents end at {self.split_at!r}: {self.counts['split']:,} times")
         if self.counts["marks"]:
             print(
-                f"warning: the text has {END_OF_TEXT} {self.counts['marks']:,} times, as ordinary "
-                f"tokens; with --split_at '{END_OF_TEXT}' documents end there"
+                f"warning: the text has {self.mark} {self.counts['marks']:,} times, as ordinary "
+                f"tokens; with --split_at '{self.mark}' documents end there"
             )
 
 

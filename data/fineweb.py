@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from data.build import BATCH, COLUMN, Read, build, parse_options
 from data.documents import Document, Rules
+from data.tokenizer import get_tokenizer
 from errors import UserError, command
 
 # Datasets with a short name, and their configuration without --name.
@@ -144,7 +145,8 @@ def main(argv: list[str] | None = None) -> None:
     folder = default_folder(repo, args.name)
     if args.tokenizer != "gpt2":
         folder += f"_{Path(args.tokenizer).stem}"
-    rules = Rules(args.column, args.skip_nulls, args.split_at)
+    mark = get_tokenizer(args.tokenizer).mark
+    rules = Rules(args.column, mark, args.skip_nulls, args.split_at)
     dataset = open_dataset(args, repo, rules)
     source = args.parquet or filter(None, [repo, args.name, args.split, args.column])
     out_dir = args.out_dir or Path("data", folder)

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from data.build import BATCH, COLUMN, Read, build, parse_options
 from data.documents import Document, Rules
 from data.ids import are_ids, copy_ids
-from data.tokenizer import split_text
+from data.tokenizer import get_tokenizer, split_text
 from errors import UserError, command
 from runtime.files import sha256_of
 
@@ -309,7 +309,8 @@ def main(argv: list[str] | None = None) -> None:
     else:
         source = f"standard library of Python {platform.python_version()}"
         files = list_stdlib()
-    rules = Rules(args.field, args.skip_nulls, args.split_at)
+    mark = get_tokenizer(args.tokenizer).mark
+    rules = Rules(args.field, mark, args.skip_nulls, args.split_at)
     val = None
     if args.val:
         val = inspect(list_files(args.val), rules)

@@ -115,7 +115,9 @@ def open_file(path: str) -> Tokenizer:
             # encoding a batch releases the GIL, encoding a single text does not
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except Exception as error:  # the library raises nothing more specific
-            raise UserError(f"{path}: cannot encode {text[:30]!r}: {error}") from error
+            raise UserError(
+                f"{path}: cannot encode {text[:30]!r}: {error}; a text must be made of its tokens"
+            ) from error
         return np.array(encoding.ids, dtype=np.uint16)
 
     decode = partial(tokenizer.decode, skip_special_tokens=False)

@@ -147,7 +147,7 @@ def wandb_mode(config: Config) -> str:
     if config.wandb_mode != "auto":
         return config.wandb_mode
     # a variable of transformers and of earlier versions of wandb
-    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "on", "yes", "true"):
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "on", "y", "yes", "t", "true"):
         return "disabled"
     return os.environ.get("WANDB_MODE", "auto")
 

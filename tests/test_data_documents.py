@@ -63,6 +63,10 @@ def test_marks_that_stay_text_are_counted(capsys):
     assert texts_of(rules.cut([text])) == ["one", "two"]
     rules.report()
     assert "warning" not in capsys.readouterr().out
+    rules = Rules("text", mark="</s>")  # of another tokenizer
+    assert texts_of(rules.cut([text + "</s>"])) == [text + "</s>"]
+    rules.report()
+    assert "the text has </s> 1 times" in capsys.readouterr().out
 
 
 def test_a_mark_is_not_empty():

@@ -528,6 +528,17 @@ def test_what_is_not_finite_stops_the_run_and_is_not_saved(train, capsys, monkey
         assert checkpoint_bytes(folder) == before
 
 
+def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_rate(train, capsys, monkeypatch):
+    monkeypatch.setattr(GPT, "forward", lambda model, x, y: model.wte.weight.sum() * math.nan)
+    with pytest.raises(SystemExit) as stop:
+        train("run", "--eval_interval=9")
+    assert stop.value.code == 1
+    message = capsys.readouterr().err
+    assert "step 1: loss = nan" in message
+    assert "No weight has changed yet, so that a lower rate does not help" in message
+    assert "is good" not in message
+
+
 def command_in(message):
     """The command in a message, as a user copies it: what follows `python`."""
     (command,) = re.findall("python (train.py [^,;]+)", message)
