@@ -182,9 +182,9 @@ def wandb_settings(config: Config) -> Any:
             if value:
                 setattr(settings, name, value)
     except pydantic.ValidationError as error:
-        refused = error.errors()[0]
-        name = refused["loc"][0]
-        raise UserError(f"wandb: {name} = {refused['input']!r}: {refused['msg']}") from error
+        first = error.errors()[0]
+        setting = f"{first['loc'][0]} = {first['input']!r}"
+        raise UserError(f"wandb: {setting}: {first['msg']}") from error
     except (wandb.errors.Error, ValueError) as error:
         project = config.wandb_project or os.environ.get("WANDB_PROJECT", "")
         hint = "; --wandb_entity=TEAM names a team" if "/" in project else ""

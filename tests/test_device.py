@@ -191,6 +191,9 @@ def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     saved = json.loads((run / "environment.json").read_text())
     assert saved["modified"]
     assert saved["commit"] == device.environment()["commit"]
+    checkpoint.write_header(run, Config(resume=True), {}, 200, {})
+    patch = (run / "uncommitted.patch").read_bytes()
+    assert (run / "uncommitted_000200.patch").read_bytes() == patch
     (repository / "mine.py").unlink()
     git(repository, "checkout", "model.py")
     git(repository, "apply", run / "uncommitted.patch")

@@ -336,7 +336,6 @@ def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
     assert "began with other formulas of 'lssar'" in capsys.readouterr().err
     now = json.loads((run / "environment.json").read_text())
     assert now["formulas"] == environment["formulas"]
-    assert (run / f"uncommitted_{planned.step:06d}.patch").is_file()
 
 
 # ---- labels and pictures ----
