@@ -1,4 +1,4 @@
-# Nine million parameters without embeddings, and 60M tokens, twice as many as the novels have.
+# Nine million parameters in the blocks, and 60M tokens, twice as many as the novels have.
 # results/small/notes.md makes the shards.
 n_layer = 8
 n_head = 4
