@@ -222,6 +222,11 @@ TEXT_AND_RECALL = (
 TEXT_AND_RECALL_NOTE = (
     "Half of the steps are of text, half of recall. `:plain_rope` has no dynamic NTK."
 )
+# Attention within documents, for a model that also learns to recall from a whole window.
+DOCUMENTS_AND_RECALL = (
+    *(entry for entry in DOCUMENTS_ENTRIES if not entry.settings["align_documents"]),
+    *(entry.viewed(PLAIN_ROPE) for entry in DOCUMENTS["hybrid_ssmax"][:2]),
+)
 COPIES = (
     *TEXT_AND_RECALL,
     config_entry("ssmax"),
@@ -504,6 +509,15 @@ EXPERIMENTS = {
         better="higher",
         task="language+recall",
         note=TEXT_AND_RECALL_NOTE,
+    ),
+    "recall_and_documents": recall(
+        title="Text with attention within documents, and recall in turn: recall",
+        entries=DOCUMENTS_AND_RECALL,
+        multiples=(1, 2, 4, 16),
+        values=all_accuracies,
+        better="higher",
+        task="language+recall",
+        note=f"`apart`: trained with document_mask, `joined`: without. {TEXT_AND_RECALL_NOTE}",
     ),
     "copying": Experiment(
         title="Worth of an earlier copy of a passage, by lag",
