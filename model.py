@@ -480,9 +480,6 @@ def compile_model(model: GPT, varied_lengths: bool = False) -> None:
     # optimize_ddp would split one graph at DDP's buckets; here each block is a graph already
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = 32  # lengths of batches, kinds of blocks
-    # The default of 30 would write intermediate gradients of RoPE and of unit lengths to memory, 9%
-    # of what LSSA's kernels read and write (docs/benchmarks.md).
-    torch._inductor.config.realize_opcount_threshold = 60
     # False: else a smaller last batch in validation makes the graph of training dynamic too
     dynamic = None if varied_lengths else False
     for block in model.trunk.blocks:

