@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -191,13 +192,13 @@ def statements_by_name(module: str) -> dict[str, list[Any]]:
 
 
 def names_set_by(statement: ast.stmt) -> set[str]:
-    """The names that a statement may set or change: of a loop or a call all names in it."""
+    """The names that a statement may set or change: all names in a loop, a call or X += y."""
     if is_block(statement):
         return {statement.name}  # type: ignore[attr-defined]
     places: list[ast.AST] = [statement]
     if isinstance(statement, ast.Assign):
         places = [*statement.targets]
-    elif isinstance(statement, ast.AnnAssign | ast.AugAssign):
+    elif isinstance(statement, ast.AnnAssign):
         places = [statement.target]
     names = set()
     for place in places:
@@ -244,17 +245,17 @@ def reached_by(definition: Definition, nodes: list[Any]) -> Iterator[Definition]
 
 
 def package_of(module: str) -> str:
-    loaded = sys.modules.get(module)
-    return getattr(loaded, "__package__", None) or module.rpartition(".")[0]
+    """The package that a module's relative imports start from."""
+    file = file_of(module)
+    if module == "__main__" or file is None:
+        return getattr(sys.modules.get(module), "__package__", None) or ""
+    return module if file.stem == "__init__" else module.rpartition(".")[0]
 
 
 def imported_by(statement: Any, module: str, name: str | None) -> Iterator[Definition]:
     """What an import in a module stands for, under this name or under all names."""
-    source = getattr(statement, "module", "")
-    if getattr(statement, "level", 0):
-        parents = package_of(module).split(".")
-        parents = parents[: len(parents) + 1 - statement.level]
-        source = ".".join([*parents, source]).strip(".")
+    relative = "." * getattr(statement, "level", 0) + getattr(statement, "module", "")
+    source = importlib.util.resolve_name(relative, package_of(module)) if relative else ""
     for alias in statement.names:
         if name is not None and name_bound_by(alias) not in (name, "*"):
             continue

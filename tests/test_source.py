@@ -86,7 +86,9 @@ def own_module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(name, text):
-        (tmp_path / f"{name}.py").write_text(text)
+        file = tmp_path / f"{name}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
         importlib.invalidate_caches()
         forget_sources()
 
@@ -244,6 +246,7 @@ FUNCTIONS = {"relu": torch.relu, "tanh": torch.tanh}
 NAMES = {"relu", "tanh", "elu", "gelu"}
 LIMITS = {}
 LIMITS["low"] = -1.0
+LIMITS |= {"high": 1.0}
 STEEP = functools.partial(gain, by=3)
 SOFTPLUS = torch.nn.Softplus(beta=2)
 
@@ -265,7 +268,7 @@ def width(n, *, least=1):
 def tent(z):
     for name in NAMES:
         z = FUNCTIONS.get(name, shapes.bend)(z)
-    return STEEP(Tent()(z) * FACTOR / width(3)) + SOFTPLUS(z).clamp_min(LIMITS["low"])
+    return STEEP(Tent()(z) * FACTOR / width(3)) + SOFTPLUS(z).clamp(LIMITS["low"], LIMITS["high"])
 '''
 SHAPES = """
 import sys
@@ -294,6 +297,7 @@ EDITED_MODULES = {
     "a dict of functions": ('"tanh": torch.tanh', '"tanh": torch.sin'),
     "a set of names": ('"gelu"}', '"silu"}'),
     "an item of a dict": ('LIMITS["low"] = -1.0', 'LIMITS["low"] = -2.0'),
+    "items added to a dict": ('{"high": 1.0}', '{"high": 2.0}'),
     "an argument of a partial function": ("by=3)", "by=4)"),
     "an argument of an object": ("Softplus(beta=2)", "Softplus(beta=3)"),
     "an attribute of a class": ("height = 1.0", "height = 2.0"),
@@ -319,6 +323,30 @@ def test_an_edited_module_of_ones_own_is_noticed(edit, own_module):
     assert differs(before, source_hash((Definition("mine", "tent"),)))
 
 
+@pytest.mark.parametrize(
+    "statement, function",
+    [
+        ("import kit.waves", "kit.waves.wave"),
+        ("import kit.waves as waves", "waves.wave"),
+        ("from kit import waves", "waves.wave"),
+        ("from kit import wave", "wave"),  # by a relative import in the package
+        ("from kit.waves import wave as other", "other"),
+        ("from kit.waves import *", "wave"),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_every_form_of_import_is_followed(statement, function, inside, own_module):
+    if inside and "*" in statement:
+        pytest.skip("Python allows it at the top of a module only")
+    above, within = ("", statement) if inside else (statement, "pass")
+    own_module("mine", f"{above}\n\ndef f(z):\n    {within}\n    return {function}(z)\n")
+    own_module("kit/__init__", "from .waves import wave\n")
+    own_module("kit/waves", "def wave(z):\n    return z.sin()\n")
+    before = source_hash((Definition("mine", "f"),))
+    own_module("kit/waves", "def wave(z):\n    return z.cos()\n")
+    assert differs(before, source_hash((Definition("mine", "f"),)))
+
+
 def test_a_module_that_attention_imports(edited, own_module):
     own_module("mine", "def half(z):\n    return z / 2\n")
     entry = '\nfrom mine import half\nVARIANTS["softmax"] = Variant(Phi(half))\n\ndef attention_w'
@@ -332,11 +360,19 @@ def test_a_module_that_attention_imports(edited, own_module):
 
 def test_a_variant_that_a_script_adds(own_module, monkeypatch):
     """Its source is the module of its functions: of a lambda, a partial function, an object."""
-    module = "from functools import partial\nhalf = lambda z, by=2: z / by\n"
+    module = "from dataclasses import dataclass\nhalf = lambda z, by=2: z / by\n"
     module += "class Third:\n    def __call__(self, z):\n        return z / 3\n"
+    module += "@dataclass\nclass Fourth(Third):\n    pass\n"
     own_module("script", module)
     script = importlib.import_module("script")
-    functions = (script.half, partial(script.half, by=4), script.Third(), lru_cache(script.half))
+    functions = (
+        script.half,
+        partial(script.half, by=4),
+        script.Third(),
+        script.Fourth(),
+        lru_cache(script.half),
+    )
+    assert definition_of(script.half) == Definition("script")
     before = []
     for function in functions:
         monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=Phi(function)))
@@ -350,6 +386,16 @@ def test_a_variant_that_a_script_adds(own_module, monkeypatch):
         monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=phi))
         assert formulas_hash(Config().replace(attention="own")).startswith("source ")
     del sys.modules["script"]
+
+
+def test_numbers_that_a_script_gives_to_functions_of_torch(monkeypatch):
+    """They are all that is known of such a variant."""
+    hashes = set()
+    for slope, zero in ((0.1, -1.0), (0.2, -1.0), (0.1, -2.0)):
+        phi = Phi(partial(torch.nn.functional.leaky_relu, negative_slope=slope), zero=zero)
+        monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=phi))
+        hashes.add(formulas_hash(Config().replace(attention="own")))
+    assert len(hashes) == 3
 
 
 # ---- evaluations ----
