@@ -47,6 +47,7 @@ from runtime.distributed import (
     EXIT_STOPPED,
     all_gather,
     all_reduce_max,
+    on_every_rank,
     process_group,
     stop_signals,
 )
@@ -109,11 +110,9 @@ def set_up(
     is_main = rank == 0
 
     # ---- data ----
-    if config.resume and TASKS[config.task].reads_shards:
-        require_data_dir(config)
-    loader = open_loader(config, rank, world_size, device)
+    loader = on_every_rank(partial(open_data, config, rank, world_size, device))
     identity = loader.identity() if loader else {}
-    check_ranks(config, loader, identity)  # before checks that may fail on a single rank
+    check_ranks(config, loader, identity)
     state = None
     if config.resume:
         state = checkpoint.load_to_resume(run, config, quiet=not is_main)
@@ -217,6 +216,13 @@ def train(
 
 
 # ---- before the loop ----
+
+
+def open_data(config: Config, rank: int, world_size: int, device: torch.device) -> Loader | None:
+    """Open this rank's data. Raises UserError where a run's data are gone, or fit no setting."""
+    if config.resume and TASKS[config.task].reads_shards:
+        require_data_dir(config)
+    return open_loader(config, rank, world_size, device)
 
 
 def check_ranks(config: Config, loader: Loader | None, identity: Identity) -> None:

@@ -2,13 +2,15 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from errors import UserError
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 T = TypeVar("T")
@@ -65,6 +67,20 @@ def all_gather(value: T) -> list[T]:
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def on_every_rank(call: Callable[[], T]) -> T:
+    """Call a function on every rank; if a rank's call raises UserError, all ranks raise it."""
+    mistake = None
+    try:
+        result = call()
+    except UserError as error:
+        mistake = str(error)
+    mistakes = all_gather(mistake)
+    for rank, message in enumerate(mistakes):
+        if message is not None:
+            raise UserError(message if None not in mistakes else f"rank {rank}: {message}")
+    return result
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def test_a_rank_that_sees_an_older_checkpoint_ends_the_run(shards, tmp_path):
     assert [finish(process) for process in reversed(pair)] == [2, 1]
 
 
-@pytest.mark.parametrize("fault", ["fewer", "edited", "none"])
+@pytest.mark.parametrize("fault", ["fewer", "edited", "none", "none, in a dry run"])
 def test_ranks_that_read_different_data_all_end_with_the_same_words(shards, tmp_path, fault):
     """As where data_dir is on each node's own disk."""
     folders = {}
@@ -137,21 +137,20 @@ def test_ranks_that_read_different_data_all_end_with_the_same_words(shards, tmp_
     if fault == "fewer":
         shard.unlink()
         counts = ", 3,000 tokens for training, not 3,999"
-    elif fault == "none":
+    elif fault == "edited":
+        reverse_shard(shard)
+    else:
         shutil.rmtree(data)
         differing = "data"
         counts = ", 0 tokens for training, not 3,999"
-        more = ["--dry_run"]  # which needs no data
-    else:
-        reverse_shard(shard)
+        more = ["--dry_run"] if "dry run" in fault else []  # which needs no data
+    says = f"error: data: rank 1 reads other {differing} than rank 0{counts}: copy the same data "
+    if fault == "none":
+        says = "error: rank 1: data does not exist: name the folder of the shards"
     pair = group(arguments("data", "run", *more), folders)
     assert both(pair) == [2, 2]
     for rank in range(2):
-        message = (tmp_path / f"output{rank}").read_text().splitlines()[-1]
-        assert message == (
-            f"error: data: rank 1 reads other {differing} than rank 0{counts}: "
-            "copy the same data to every node"
-        )
+        assert (tmp_path / f"output{rank}").read_text().splitlines()[-1].startswith(says)
     assert not list(tmp_path.glob("node*/run"))
 
 
@@ -266,3 +265,12 @@ def test_the_slurm_job_is_queued_again_after_its_signal(tmp_path, signalled):
     assert "train.py --resume=auto configs/softmax.py" in text
     assert ("signalled" in text) == signalled
     assert ("scontrol requeue 17" in text) == signalled
+    # where the dry run says that data are missing, no job step begins
+    notes.unlink()
+    write_command(bin / "python", "echo 'data/mine: not there yet; data.text makes it'")
+    process = subprocess.run(
+        ["bash", script, "configs/softmax.py"], env=environment, capture_output=True, text=True
+    )
+    assert process.returncode == 2
+    assert process.stderr == "error: data/mine: not there yet; data.text makes it\n"
+    assert not notes.exists()

@@ -207,6 +207,7 @@ def test_refusals_come_before_any_work(reproduced, commands, arguments, parts, r
 def test_a_plan_needs_no_data(reproduced, commands, tmp_path, capsys):
     reproduced("table1", f"--data_dir={tmp_path / 'fineweb10B'}", "--plan")
     printed = capsys.readouterr().out
+    assert re.search(r"^entry +the paper's 1x +the paper's 2x +the paper's 4x", printed, re.M)
     for name, row in LSSAR["table1"]["rows"].items():
         assert re.search(rf"^{name} .* {row[0]:g} .* {row[3]:g}$", printed, re.M)
     assert f"data missing: {tmp_path / 'fineweb10B'}; " in printed
