@@ -15,7 +15,7 @@ from errors import UserError
 from layers.cache import KVCache
 from layers.documents import positions_in_documents
 from layers.heads import build_attention
-from layers.losses import LinearCrossEntropy, softmax_gradient, token_losses
+from layers.losses import LinearCrossEntropy, softmax_, token_losses
 from layers.rope import Rope, RopeTable, Rotation, rotate
 
 # What some variants and gates add to an attention layer.
@@ -296,7 +296,7 @@ class GPT(nn.Module):
         self.wte = self.build_embedding(padded)
         self.trunk = trunk
         self.lm_head = self.build_head(padded)
-        self.softmax_gradient = softmax_gradient  # compile_model compiles it
+        self.softmax_ = softmax_  # compile_model compiles it
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self._initialise(layer_class.residual_std)
@@ -360,7 +360,7 @@ class GPT(nn.Module):
             self.lm_head.weight,
             targets.flatten(0, 1),
             self.n_vocab,
-            self.softmax_gradient,
+            self.softmax_,
         )
 
     def hidden(
@@ -484,4 +484,4 @@ def compile_model(model: GPT, varied_lengths: bool = False) -> None:
     dynamic = None if varied_lengths else False
     for block in model.trunk.blocks:
         block.compile(dynamic=dynamic)
-    model.softmax_gradient = torch.compile(softmax_gradient)
+    model.softmax_ = torch.compile(softmax_)

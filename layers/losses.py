@@ -15,24 +15,20 @@ VOCABULARY_PART = 4096
 # Logits whose softmax a CPU computes at once: 2 MB in float32, which stay in its cache.
 CACHED_LOGITS = 2**19
 
-# From logits [m, padded], targets [m] and n_vocab to losses [m]; changes the logits.
-SoftmaxGradient = Callable[[Tensor, Tensor, int], Tensor]
+# From logits [m, n_vocab] and targets [m] to the targets' log-probabilities [m]; changes the logits.
+Softmax = Callable[[Tensor, Tensor], Tensor]
 
 
-def softmax_gradient(logits: Tensor, targets: Tensor, n_vocab: int) -> Tensor:
-    """Return the losses [m] of logits [m, padded]; overwrite logits with the gradient of their sum.
+def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
+    """Overwrite logits [m, n_vocab] with their softmax; return the targets' log-probabilities [m].
 
-    The logits from n_vocab on are padding. A target below 0 has no loss.
+    A target below 0 has no loss: its row becomes 0, and so does its log-probability.
     """
-    log_p = F.log_softmax(logits[:, :n_vocab], dim=1, dtype=full_precision(logits))
+    log_p = F.log_softmax(logits, dim=1, dtype=full_precision(logits))
     has_loss = (targets >= 0).to(log_p.dtype)[:, None]
-    index = targets.clamp_min(0)[:, None]
-    target_log_p = log_p.gather(1, index) * has_loss
-    logits[:, :n_vocab] = log_p.exp() * has_loss
-    logits[:, n_vocab:] = 0
-    # p - 1 before p is rounded to a 16-bit dtype, where it may be 1
-    logits.scatter_(1, index, target_log_p.expm1().to(logits.dtype))
-    return -target_log_p[:, 0]
+    target_log_p = log_p.gather(1, targets.clamp_min(0)[:, None]) * has_loss
+    logits.copy_(log_p.exp() * has_loss)
+    return target_log_p[:, 0]
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -49,19 +45,24 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         n_vocab: int,
-        gradient: SoftmaxGradient,
+        softmax: Softmax,
     ) -> Tensor:
         """Return the loss of x [n, n_embd] with weight [k * padded, n_embd] and targets.
 
-        Targets are [n] or, with k targets per token, [n, k]. `gradient` is softmax_gradient or the
-        same function compiled.
+        Targets are [n] or, with k targets per token, [n, k]. The logits from n_vocab on are
+        padding. `softmax` is softmax_ or the same function compiled.
         """
         losses = torch.empty_like(targets, dtype=full_precision(x))
         x_gradients = []
         weight_gradient = torch.empty_like(weight)
         for i, chunk in enumerate(chunks(x, weight, targets, losses)):
             for logits, part_targets, part_losses in chunk.parts():
-                part_losses.copy_(gradient(logits, part_targets, n_vocab))
+                log_p = softmax(logits[:, :n_vocab], part_targets)
+                logits[:, n_vocab:] = 0
+                # p - 1 before p is rounded to a 16-bit dtype, where it may be 1
+                gradient = log_p.expm1().to(logits.dtype)
+                logits.scatter_(1, part_targets.clamp_min(0)[:, None], gradient[:, None])
+                part_losses.copy_(-log_p)
             x_gradients.append(chunk.logits @ chunk.weight)
             by_part = chunk.logits.split(VOCABULARY_PART, dim=1)
             for rows, logits in zip(weight_gradient.split(VOCABULARY_PART), by_part, strict=True):

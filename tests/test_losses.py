@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from layers import losses
-from layers.losses import LinearCrossEntropy, softmax_gradient
+from layers.losses import LinearCrossEntropy, softmax_
 from tests.helpers import small_model
 
 WIDTH = 6
@@ -36,7 +36,7 @@ def plain_loss(x, weight, targets, logits_dtype=torch.float64):
 
 def loss_and_gradients(x, weight, targets, loss_of=None, factor=1.0):
     if loss_of is None:
-        loss = LinearCrossEntropy.apply(x, weight, targets, N_VOCAB, softmax_gradient)
+        loss = LinearCrossEntropy.apply(x, weight, targets, N_VOCAB, softmax_)
     else:
         loss = loss_of(x, weight, targets)
     gradients = torch.autograd.grad(loss * factor, (x, weight))
@@ -153,7 +153,7 @@ def test_float16_keeps_gradients_that_only_the_loss_scale_keeps():
 def test_a_second_backward_pass_is_refused():
     """The gradient of the weights is scaled in its own memory."""
     x, weight, targets = example(8)
-    loss = LinearCrossEntropy.apply(x, weight, targets, N_VOCAB, softmax_gradient)
+    loss = LinearCrossEntropy.apply(x, weight, targets, N_VOCAB, softmax_)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
