@@ -10,7 +10,8 @@ from torch import Tensor
 # Tokens whose logits are in memory at once. A GPU needs more of them to be busy.
 CHUNK_CPU = 1024
 CHUNK_GPU = 4096
-# Rows of the weight gradient that are accumulated at once, so that the temporary product is small.
+# Rows of the weight gradient that a CPU accumulates at once, so that the temporary product is small.
+# A GPU accumulates all: it has 77 MB for that, and a smaller product would not fill it.
 VOCABULARY_PART = 4096
 # Logits whose softmax a CPU computes at once: 2 MB in float32, which stay in its cache.
 CACHED_LOGITS = 2**19
@@ -64,8 +65,9 @@ class LinearCrossEntropy(torch.autograd.Function):
                 logits.scatter_(1, part_targets.clamp_min(0)[:, None], gradient[:, None])
                 part_losses.copy_(-log_p)
             x_gradients.append(chunk.logits @ chunk.weight)
-            by_part = chunk.logits.split(VOCABULARY_PART, dim=1)
-            for rows, logits in zip(weight_gradient.split(VOCABULARY_PART), by_part, strict=True):
+            part = VOCABULARY_PART if x.is_cpu else len(weight)
+            by_part = chunk.logits.split(part, dim=1)
+            for rows, logits in zip(weight_gradient.split(part), by_part, strict=True):
                 product = logits.T @ chunk.x
                 if i == 0:
                     rows.copy_(product)
