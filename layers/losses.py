@@ -10,13 +10,13 @@ from torch import Tensor
 # Tokens whose logits are in memory at once. A GPU needs more of them to be busy.
 CHUNK_CPU = 1024
 CHUNK_GPU = 4096
-# Rows of the weight gradient that a CPU accumulates at once, so that the temporary product is small.
-# A GPU accumulates all: it has 77 MB for that, and a smaller product would not fill it.
+# Rows of the weight gradient that a CPU accumulates at once: the temporary product stays small. A
+# GPU accumulates all of them, as a smaller product would not fill it.
 VOCABULARY_PART = 4096
 # Logits whose softmax a CPU computes at once: 2 MB in float32, which stay in its cache.
 CACHED_LOGITS = 2**19
 
-# From logits [m, n_vocab] and targets [m] to the targets' log-probabilities [m]; changes the logits.
+# From logits [m, n_vocab], which it changes, and targets [m] to the targets' log-probabilities [m].
 Softmax = Callable[[Tensor, Tensor], Tensor]
 
 

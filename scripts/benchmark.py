@@ -13,9 +13,11 @@ paper uses standard PyTorch functions and no fused kernels, as does `--impls unf
 built from torch.nn's Transformer modules, as a baseline without this repository. Each model is
 measured in its own process, so that its peak memory is known; the models take turns, round by
 round, so that a change in the machine's speed affects all of them equally. Times are medians over
-the rounds. The phase `decode` generates one more token for each of batch_size sequences, of
-which block_size - 1 are cached; `attention` is ten calls of one layer's attention, forward and
-backward, and `attention_eval` is ten calls without gradients.
+the rounds. On a GPU a round is several steps, between which the host does not wait, as in training,
+and the file of --out has the milliseconds of a step's kernels, of all together and of the longest,
+too. The phase `decode` generates one more token for each of batch_size sequences, of which
+block_size - 1 are cached; `attention` is ten calls of one layer's attention, forward and backward,
+and `attention_eval` is ten calls without gradients.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -62,6 +64,10 @@ PAPER = LSSAR["table_a7"]
 PHASES = ("train", "eval", "decode", "attention", "attention_eval")
 # Calls of attention in a step: the host prepares one while the GPU computes another.
 CALLS = 10
+# Steps of a round on a GPU: the host waits after the last one alone.
+STEPS = 4
+# The longest kernels of a step that the file of --out lists.
+KERNELS = 30
 # The average length of a document in tokens, with document_mask.
 DOCUMENT_LENGTH = 512
 UNFUSED = ("--attention_impl=reference", "--compile=False")
@@ -199,11 +205,16 @@ def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> di
         for _ in tqdm(range(rounds), desc="rounds"):
             for key, worker in workers.items():
                 measured[key].append(worker.submit(timed_step).result())
+        times = {key: worker.submit(kernel_times).result() for key, worker in workers.items()}
     for (name, phase), steps in measured.items():
         ms, peak_mb = zip(*steps, strict=True)
         figures[name][f"{phase}_ms"] = statistics.median(ms)
         figures[name][f"{phase}_ms_spread"] = [min(ms), max(ms)]
         figures[name][f"{phase}_mb"] = max(peak_mb)
+        kernels = times[name, phase]
+        if kernels:
+            longest = dict(kernels.most_common(KERNELS))
+            figures[name][f"{phase}_kernels"] = {"all": sum(kernels.values()), **longest}
     return figures
 
 
@@ -231,12 +242,26 @@ def prepare(config: Config, phase: str, plain: bool) -> str | None:
 
 
 def timed_step() -> tuple[float, float]:
-    """Take a step; return its milliseconds, and the peak memory so far in MB."""
+    """Take a round's steps; return the milliseconds of one, and the peak memory so far in MB."""
+    steps = STEPS if _device.type == "cuda" else 1
     synchronize()
     started = time.perf_counter()
-    _step()
+    for _ in range(steps):
+        _step()
     synchronize()
-    return 1000 * (time.perf_counter() - started), memory_mb(_device)
+    return 1000 * (time.perf_counter() - started) / steps, memory_mb(_device)
+
+
+def kernel_times() -> Counter[str]:
+    """Return the milliseconds of a step's kernels by name; nothing without an NVIDIA GPU."""
+    times: Counter[str] = Counter()
+    if _device.type == "cuda":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            _step()
+            synchronize()
+        for event in profile.events():
+            times[event.name] += event.device_time / 1000
+    return times
 
 
 def synchronize() -> None:
