@@ -219,7 +219,7 @@ def train(
 
 
 def open_data(config: Config, rank: int, world_size: int, device: torch.device) -> Loader | None:
-    """Open this rank's data. Raises UserError where a run's data are gone, or fit no setting."""
+    """Open this rank's data. Raises UserError where they are gone or do not fit the settings."""
     if config.resume and TASKS[config.task].reads_shards:
         require_data_dir(config)
     return open_loader(config, rank, world_size, device)

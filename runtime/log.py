@@ -1,5 +1,6 @@
 """The log of a run: printed lines, metrics.jsonl, wandb."""
 
+import importlib.util
 import json
 import math
 import os
@@ -155,12 +156,16 @@ def wandb_mode(config: Config) -> str:
 def wandb_settings(config: Config) -> Any:
     """Return wandb's settings: ours and, where we have none, wandb's environment variables.
 
-    Returns None if wandb is disabled. Raises UserError for what wandb does not allow, such as a
-    project called "team/project".
+    Returns None if wandb is disabled or, where nothing asks for it, not installed. Raises UserError
+    for what wandb does not allow, such as a project called "team/project".
     """
     mode = wandb_mode(config)
     if mode == "disabled":
         return None
+    if importlib.util.find_spec("wandb") is None:
+        if mode == "auto":
+            return None
+        raise UserError(f"wandb_mode = {mode!r}, but wandb is not installed: pip install wandb")
     import pydantic  # wandb depends on it
     import wandb  # takes a second
 
@@ -195,12 +200,14 @@ def wandb_settings(config: Config) -> Any:
 
 
 def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
-    """Start a wandb run; returns None if wandb is disabled.
+    """Start a wandb run; returns None if wandb is disabled or not installed.
 
     Its id is saved in wandb.json in the run's folder, so that a resumed run continues it.
     """
     settings = wandb_settings(config)
     if settings is None:
+        if wandb_mode(config) == "auto":
+            say("wandb is off: it is not installed")
         return None
     import wandb
 

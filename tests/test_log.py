@@ -3,13 +3,15 @@
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from config import Config
-from runtime.log import Log, wandb_settings
+from errors import UserError
+from runtime.log import Log, start_wandb, wandb_settings
 from tests.faults import arguments, run
 from tests.runs import metrics
 
@@ -66,6 +68,21 @@ def test_wandbs_environment_counts_where_no_setting_does(
         assert getattr(result, name) == value
     if not environment.keys() & {"WANDB_NAME", "WANDB_DIR"}:
         assert result.run_name == result.root_dir == "out/run"
+
+
+def test_training_needs_no_wandb(monkeypatch, tmp_path, capsys):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for module in ("wandb", "pydantic"):
+        monkeypatch.setitem(sys.modules, module, None)  # an import of it raises ImportError
+    assert wandb_settings(Config()) is None
+    assert start_wandb(tmp_path, Config(), resumed=False) is None
+    assert capsys.readouterr().out == "wandb is off: it is not installed\n"
+    with pytest.raises(UserError, match="wandb_mode = 'offline', but wandb is not installed: pip"):
+        wandb_settings(Config(wandb_mode="offline"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert start_wandb(tmp_path, Config(), resumed=False) is None
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
