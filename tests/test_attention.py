@@ -129,14 +129,17 @@ def test_equals_the_formula(case):
 
 
 def test_learnables_start_at_their_settings():
-    attn = build_attention(
-        small_config("ablations/ssmax_probe.py", "--s_init=0.2", "--b_init=3"), layer=0
-    )
+    config = small_config("ablations/ssmax_probe.py", "--s_init=0.2", "--b_init=3")
+    attn = build_attention(config, layer=0)
     assert attn.s.tolist() == pytest.approx([0.2, 0.2])
     assert attn.b.tolist() == [3, 3]
     assert attn.p_n.tolist() == [1] * 16
-    assert build_attention(small_config("softmax_sink.py"), layer=0).sink.tolist() == [0, 0]
-    rows_with_parameters = [row for row in ROWS if list(build(row).parameters())]
+    with_sink = build_attention(small_config("softmax_sink.py"), layer=0)
+    assert with_sink.sink.tolist() == [0, 0]
+    rows_with_parameters = []
+    for row in ROWS:
+        if list(build(row).parameters()):
+            rows_with_parameters.append(row)
     assert sorted(rows_with_parameters) == [
         "ablations/ssmax_probe.py",
         "softmax_sink.py",
@@ -148,7 +151,8 @@ def test_learnables_start_at_their_settings():
 
 def test_a_training_length_of_1_is_finite():
     """There log L is 0."""
-    attn = build_attention(small_config("softmax_logn.py", "--block_size=1"), layer=0).double()
+    config = small_config("softmax_logn.py", "--block_size=1")
+    attn = build_attention(config, layer=0).double()
     q, k, _ = draw(3, 5)
     assert_finite(attn.weights(q, k))
 
@@ -160,8 +164,10 @@ def test_rows_far_below_zero_keep_their_shares(case):
     q, k, _ = draw(6, 6)
     q[..., 0] = 50
     k[..., 0] = -50  # about -880 on every scaled score
-    assert_near(attn.weights(q, k), build("softmax.py").weights(q, k))
-    assert gradcheck(attn.weights, leaves(q[:1, :1], k[:1, :1]))
+    expected = build("softmax.py").weights(q, k)
+    assert_near(attn.weights(q, k), expected)
+    one_head = leaves(q[:1, :1], k[:1, :1])
+    assert gradcheck(attn.weights, one_head)
 
 
 @pytest.mark.parametrize("size", [0.1, 5, 300])
@@ -170,7 +176,8 @@ def test_small_and_large_scores(case, size):
     """softplus is not linear above 20 either; where entmax has one key it is 1."""
     attn = build(case)
     q, k, _ = draw(20, 20, size=size)
-    assert_near(attn.weights(q, k), textbook.weights(attn, q, k), rtol=1e-8)
+    expected = textbook.weights(attn, q, k)
+    assert_near(attn.weights(q, k), expected, rtol=1e-8)
 
 
 @pytest.mark.parametrize("keys", [1, 2, 4096])
@@ -189,10 +196,12 @@ def test_entmax_is_the_threshold_at_which_a_row_sums_to_1(power, keys):
     ]
     z = torch.cat(scores) / power
     A = attention.entmax(z * power, power)
-    assert_near(A.sum(-1), torch.ones(len(z), dtype=z.dtype))
+    ones = torch.ones(len(z), dtype=z.dtype)
+    assert_near(A.sum(-1), ones)
     tau = z - A ** (1 / power)  # where A is 0, this is the score
-    threshold = tau.where(A > 0, -math.inf).amax(-1, keepdim=True)
-    assert_near(tau.where(A > 0, threshold), threshold.expand_as(z))
+    has_weight = A > 0
+    threshold = tau.where(has_weight, -math.inf).amax(-1, keepdim=True)
+    assert_near(tau.where(has_weight, threshold), threshold.expand_as(z))
     assert (tau <= threshold + 1e-12).all()
 
 
@@ -224,7 +233,8 @@ def test_blocks_are_small_and_recomputed_where_scores_are_many(
     attn = build("lssar_p3.py").double()
     q, k, v = leaves(*draw(Lq, 10, B=3))
     out = attn(q, k, v)
-    assert_near(out, textbook.attention(attn, q, k, v))
+    expected = textbook.attention(attn, q, k, v)
+    assert_near(out, expected)
     assert rows == rows_of_blocks
     out.sum().backward()
     assert len(rows) == times * len(rows_of_blocks)
@@ -248,8 +258,9 @@ def with_gradients(function, attn, inputs, context=NO_CONTEXT):
     """
     q, k, v, *_ = inputs
     out = function(q, k, v, context)
-    gradient = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
-    gradients = torch.autograd.grad(out, (*inputs, *attn.parameters()), gradient)
+    gradient = torch.linspace(-1, 2, out.numel(), dtype=out.dtype)
+    by = [*inputs, *attn.parameters()]
+    gradients = torch.autograd.grad(out, by, gradient.view_as(out))
     return [out, *gradients]
 
 
@@ -260,17 +271,27 @@ def test_every_path_equals_the_formula(case, small_blocks, monkeypatch):
     paths = ["reference", "auto"]
     if case in SDPA_CASES:  # elsewhere "auto" is "blocked"
         paths.append("blocked")
-    shapes = [(11, 11, 1), (11, 11, 3), (10, 12, 5), (1, 9, 6), (3, 30, 20), (10, 10, None)]
-    for Lq, Lk, window in shapes:
-        inputs = leaves(*draw(Lq, Lk, seed=Lk, B=1 if window else 2))
-        reference = build(case, f"--window={window}", "--attention_impl=reference").double()
+    for Lq, Lk, window in (
+        (11, 11, 1),
+        (11, 11, 3),
+        (10, 12, 5),
+        (1, 9, 6),
+        (3, 30, 20),
+        (10, 10, None),
+    ):
+        B = 1 if window else 2
+        inputs = leaves(*draw(Lq, Lk, seed=Lk, B=B))
+        with_window = f"--window={window}"
+        reference = build(case, with_window, "--attention_impl=reference").double()
         q, k, _ = inputs
-        assert_near(reference.weights(q, k), textbook.weights(reference, q, k))
+        expected_weights = textbook.weights(reference, q, k)
+        assert_near(reference.weights(q, k), expected_weights)
         formula = functools.partial(textbook.attention, reference)
         expected = with_gradients(formula, reference, inputs)
         for path in paths:
-            attn = build(case, f"--window={window}", f"--attention_impl={path}").double()
-            assert_all_near(with_gradients(attn, attn, inputs), expected)
+            attn = build(case, with_window, f"--attention_impl={path}").double()
+            actual = with_gradients(attn, attn, inputs)
+            assert_all_near(actual, expected)
 
 
 class MinimumsAreOfFloats(TorchDispatchMode):
@@ -289,8 +310,9 @@ def test_no_minimum_of_integers(case, window):
     """Inductor for CUDA folds it with an index, and fails in the backward pass of some variants."""
     attn = build(case, window)
     attn.impl = "blocked"
+    q, k, v = torch.randn(3, 1, 2, 16, attn.head_size)
     with MinimumsAreOfFloats():
-        attn(*torch.randn(3, 1, 2, 16, attn.head_size))
+        attn(q, k, v)
 
 
 @pytest.mark.parametrize("case", ["softmax.py", "lssar_p3.py"])
@@ -310,25 +332,30 @@ def test_a_block_reads_the_keys_of_its_window_alone(case, small_blocks, monkeypa
     monkeypatch.setattr(ReferenceAttention, "output", noting_output)
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting_sdpa)
     attn = build(case, "--window=6")
-    attn(*draw(20, 50, B=1, H=1))
+    q, k, v = draw(20, 50, B=1, H=1)
+    attn(q, k, v)
     assert lengths == [(4, 9)] * 5
 
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_grouped_keys_are_repeated_where_sdpa_would_hold_all_scores(window, monkeypatch):
     def noting_sdpa(q, k, *rest, **options):
-        groups.append((q.shape[1], k.shape[1], options["enable_gqa"]))
+        heads = q.shape[1]
+        heads_of_keys = k.shape[1]
+        groups.append((heads, heads_of_keys, options["enable_gqa"]))
         return real(q, k, *rest, **options)
 
     groups = []
     real = F.scaled_dot_product_attention
-    attn = build("softmax.py", "--n_head=4", "--n_kv_head=2", f"--window={window}").double()
+    grouped = ("--n_head=4", "--n_kv_head=2")
+    attn = build("softmax.py", *grouped, f"--window={window}").double()
     q, k, v = draw(11, 11, B=2, H=4)
     inputs = leaves(q, k[:, :2], v[:, :2])
     expected = with_gradients(attn, attn, inputs)
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting_sdpa)
     monkeypatch.setattr(sdpa, "takes_groups", lambda q, is_masked: False)
-    assert_all_near(with_gradients(attn, attn, inputs), expected)
+    actual = with_gradients(attn, attn, inputs)
+    assert_all_near(actual, expected)
     assert set(groups) == {(4, 4, False)}
 
 
@@ -359,7 +386,8 @@ def test_tied_rows_stay_uniform_with_bounded_gradients(case, dtype):
         k = q.sign() + torch.zeros_like(k)  # equal keys, with a score above 0
         q, k, v = leaves(q, k, v)
         A = attn.weights(q, k)
-        assert_near(A, torch.full_like(A, 1 / n), rtol=1e-5)
+        uniform = torch.full_like(A, 1 / n)
+        assert_near(A, uniform, rtol=1e-5)
         out = attn(q, k, v)
         out.backward(torch.ones_like(out))
         for x in (q, k, v):
@@ -376,24 +404,27 @@ def test_normalised_powers_and_their_gradients(p):
 
     def derivatives(dtype, normalised_power=power.fast_normalised_power):
         x = exact.to(dtype).requires_grad_()
-        A = normalised_power(x, x.detach().amax(-1, keepdim=True).relu(), p)
+        top = x.detach().amax(-1, keepdim=True).relu()
+        A = normalised_power(x, top, p)
         (slope,) = torch.autograd.grad(A, x, g.to(dtype), create_graph=True)
         (curve,) = torch.autograd.grad(slope, x, h.to(dtype))
         return A, slope, curve
 
     expected = derivatives(torch.float64, attention.normalised_power)
     assert_all_near(derivatives(torch.float64), expected)
+    # a relative error of an eps in x becomes p of them, and terms of both signs cancel
+    tolerance = 16 * (p + 16) * EPS
     for rounded, formula in zip(derivatives(torch.float32), expected, strict=True):
-        # a relative error of an eps in x becomes p of them, and terms of both signs cancel
         size = formula.abs().max().item()
-        assert_near(rounded.double() / size, formula / size, atol=16 * (p + 16) * EPS)
+        assert_near(rounded.double() / size, formula / size, atol=tolerance)
 
 
 @pytest.mark.parametrize("p", [2.5, 15, 1e4])
 def test_a_row_with_a_single_key_has_no_gradient(p):
     torch.manual_seed(0)
     top = torch.rand(200, 1)
-    x = torch.cat((top, -torch.rand(200, 9)), dim=1).requires_grad_()
+    others = -torch.rand(200, 9)
+    x = torch.cat((top, others), dim=1).requires_grad_()
     A = power.fast_normalised_power(x, top, p)
     A.backward(torch.randn(200, 10))
     assert (A[:, 0] == 1).all()
@@ -440,7 +471,8 @@ def test_dead_relu_rows_are_zero_with_zero_gradient(case, dtype):
 
 def bounds_gradients(case, dtype):
     """Whether the bound of a zero query's gradient, 1e6 times the scale, is within the dtype."""
-    return dtype != torch.float16 or not ("lss" in case or "cosine" in case)
+    is_normalised = "lss" in case or "cosine" in case
+    return dtype != torch.float16 or not is_normalised
 
 
 @pytest.mark.parametrize(
@@ -457,8 +489,9 @@ def test_zero_queries_are_finite(case, dtype):
 @pytest.mark.parametrize("case", [case for case in CASES if case != "ablations/exp.py"])
 def test_scores_of_ten_thousand_are_finite(case, dtype):
     _, k, v = draw(9, 9, dtype=dtype)
-    signs = torch.tensor([-1, -1, -1, -1, -1, 1, -1, 1, 1], dtype=dtype)[:, None]
-    large = math.sqrt(1e4 / 8) * signs + torch.zeros_like(k)
+    signs = torch.tensor([-1, -1, -1, -1, -1, 1, -1, 1, 1], dtype=dtype)
+    size = math.sqrt(1e4 / 8)
+    large = size * signs[:, None] + torch.zeros_like(k)
     assert_finite_with_gradients(build(case), large.abs(), large, v)
 
 
@@ -478,8 +511,9 @@ def test_dtypes(case, dtype):
     q, k, v = leaves(*draw(5, 300, d=8, size=1, dtype=dtype))
     out = attn(q, k, v)
     A = attn.weights(q, k)
+    inside = torch.float64 if dtype == torch.float64 else torch.float32
     assert out.dtype == dtype
-    assert A.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert A.dtype == inside
     exact = attn.weights(q.double(), k.double())
     assert_near(A.double(), exact, rtol=1e-2, atol=1e-4)  # n past 256 counts in every dtype
     with torch.autocast("cpu", torch.bfloat16):
@@ -513,13 +547,16 @@ def test_a_new_phi_works_everywhere(name, p, monkeypatch):
     attn = build("softmax.py", f"--attention={name}", f"--p={p}")
     q, k, v = leaves(*draw(7, 9))
     monkeypatch.setitem(textbook.FORMULAS, name, lambda t: t.l1(function, t.z()))
-    expected = textbook.weights(attn, q, k)
-    assert_near(attn.weights(q, k), expected)
+    A = textbook.weights(attn, q, k)
+    assert_near(attn.weights(q, k), A)
     monkeypatch.setattr(blocked, "BLOCK_QUERIES", 3)
     monkeypatch.setattr(blocked, "BLOCK_SCORES_CPU", 1)  # one head at a time
-    assert_near(attn(q, k, v), expected @ v)
-    assert_near(attn(q[:, :, -1:], k, v), (expected @ v)[:, :, -1:])
-    assert gradcheck(attn, leaves(*draw(3, 5, B=1, d=8)))
+    expected = A @ v
+    assert_near(attn(q, k, v), expected)
+    last = attn(q[:, :, -1:], k, v)
+    assert_near(last, expected[:, :, -1:])
+    few = leaves(*draw(3, 5, B=1, d=8))
+    assert gradcheck(attn, few)
 
 
 def root_of_softplus(z):
@@ -528,7 +565,8 @@ def root_of_softplus(z):
 
 def silu_of_visible(z, rows):
     w = torch.where(z == -math.inf, 0, F.silu(z))
-    return w / w.abs().sum(-1, keepdim=True)
+    total = w.abs().sum(-1, keepdim=True)
+    return w / total
 
 
 GRADIENTS_AT_HIDDEN_KEYS = {
@@ -560,11 +598,26 @@ def test_formulas_whose_gradient_at_hidden_keys_is_nan_are_accepted(variant):
 
 
 REFUSED = [
-    (Variant(Phi(lambda z: z.clamp(-3, 3).exp())), r"own: phi\(-inf\) = 0.0498.*no weight"),
-    (Variant(Phi(torch.tanh)), r"own: phi\(-inf\) = -1.*zero="),
-    (Variant(Phi(torch.tanh, zero=0.0)), r"own: phi\(-30\) = -1 is negative.*signed=True"),
-    (Variant(Phi(root_of_softplus)), r"own: phi\(-inf\) = 0, its gradient there nan.* heavy tail"),
-    (Variant(Phi(elu1, kernel="elu")), "own: kernel = 'elu'; did you mean relu?"),
+    (
+        Variant(Phi(lambda z: z.clamp(-3, 3).exp())),
+        r"own: phi\(-inf\) = 0.0498.*no weight",
+    ),
+    (
+        Variant(Phi(torch.tanh)),
+        r"own: phi\(-inf\) = -1.*zero=",
+    ),
+    (
+        Variant(Phi(torch.tanh, zero=0.0)),
+        r"own: phi\(-30\) = -1 is negative.*signed=True",
+    ),
+    (
+        Variant(Phi(root_of_softplus)),
+        r"own: phi\(-inf\) = 0, its gradient there nan.* heavy tail",
+    ),
+    (
+        Variant(Phi(elu1, kernel="elu")),
+        "own: kernel = 'elu'; did you mean relu?",
+    ),
     (
         Variant(attention.EXP, scale=lambda rows: math.log(rows.n)),
         r"own: its formulas fail.*rows\.n\.log\(\), not math\.log",
@@ -612,8 +665,14 @@ REFUSED = [
         Variant(attention.EXP, scale=lambda rows: 1 / rows.n.log()),
         "own: the gradient of its weights by q is not finite; in the first row n is 1",
     ),
-    (Variant(attention.EXP, learnable=("t",)), "own: learnable = 't'; .*s, b, p_n"),
-    (Variant(attention.EXP, learnable=("s",)), "own: no formula uses s, which `learnable` names"),
+    (
+        Variant(attention.EXP, learnable=("t",)),
+        "own: learnable = 't'; .*s, b, p_n",
+    ),
+    (
+        Variant(attention.EXP, learnable=("s",)),
+        "own: no formula uses s, which `learnable` names",
+    ),
 ]
 
 
@@ -629,13 +688,18 @@ def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, mo
     slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64)[:, None, None]
 
     def bias(rows):
-        return -slopes[rows.head[:, 0, 0]] * (rows.last - rows.keys)
+        slope = slopes[rows.head[:, 0, 0]]
+        distance = rows.last - rows.keys
+        return -slope * distance
 
-    monkeypatch.setitem(VARIANTS, "own", Variant(attention.EXP, bias=bias, keyed=True))
+    variant = Variant(attention.EXP, bias=bias, keyed=True)
+    monkeypatch.setitem(VARIANTS, "own", variant)
     for window in (None, 3):
-        own = build("softmax.py", f"--window={window}", "--attention=own").double()
-        alibi = build("softmax.py", f"--window={window}", "--positions=alibi").double()
-        assert own.path(draw(1, 1)[0], 1) == "blocked"
+        with_window = f"--window={window}"
+        own = build("softmax.py", with_window, "--attention=own").double()
+        alibi = build("softmax.py", with_window, "--positions=alibi").double()
+        q, _, _ = draw(1, 1)
+        assert own.path(q, 1) == "blocked"
         for Lq, Lk in ((9, 9), (1, 9), (3, 7)):
             q, k, v = draw(Lq, Lk)
             assert_near(own(q, k, v), alibi(q, k, v))
@@ -662,9 +726,11 @@ def test_settings_compose(case, positions, sink, softcap, window, kv_heads, seed
         "--n_head=2",
     ]
     q, k, v = draw(5, 8, seed)
-    log_forget = -torch.rand(2, 2, 8, dtype=torch.float64, generator=torch.Generator())
+    generator = torch.Generator()
+    log_forget = -torch.rand(2, 2, 8, dtype=torch.float64, generator=generator)
     inputs = leaves(q, k[:, :kv_heads], v[:, :kv_heads], log_forget)
-    context = Context(log_forget=inputs[3])
+    q, k, v, log_forget = inputs
+    context = Context(log_forget=log_forget)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked, "BLOCK_QUERIES", 2)
         patch.setattr(blocked, "BLOCK_SCORES_CPU", 1)
@@ -672,7 +738,9 @@ def test_settings_compose(case, positions, sink, softcap, window, kv_heads, seed
             attn = build(case, *layer_settings, f"--attention_impl={path}").double()
             formula = functools.partial(textbook.attention, attn)
             expected = with_gradients(formula, attn, inputs, context)
-            assert_all_near(with_gradients(attn, attn, inputs, context), expected)
+            actual = with_gradients(attn, attn, inputs, context)
+            assert_all_near(actual, expected)
             with torch.no_grad():
-                last = attn(q[:, :, -1:], *inputs[1:3], context)
-            assert_near(last, expected[0][:, :, -1:])
+                last = attn(q[:, :, -1:], k, v, context)
+            expected_out = expected[0]
+            assert_near(last, expected_out[:, :, -1:])

@@ -14,6 +14,14 @@ from scripts.attention_maps import TEXT, group_sums, mean_shares, row_statistics
 from scripts.common.runner import load_run
 from tests.helpers import not_blank, saved_run, small_model
 
+# Two windows of 16 validation tokens, and a short text.
+FEW = [
+    "--lengths=16",
+    "--tokens=32",
+    f"--text={TEXT[:20]}",
+    "--rope=none",
+]
+
 
 def read(run):
     """The run's measurements; what JSON has not, such as NaN, is an error."""
@@ -23,14 +31,16 @@ def read(run):
 
 def validation_ids(shards, length, count):
     """The first windows of the validation tokens, [count, length]."""
-    tokens = read_shard(shards / "text_val_000000.bin")[: count * length].astype(np.int64)
-    return torch.from_numpy(tokens).view(count, length)
+    tokens = read_shard(shards / "text_val_000000.bin")
+    first = tokens[: count * length].astype(np.int64)
+    return torch.from_numpy(first).view(count, length)
 
 
 def statistics_of(A, keys):
     """The measurement of weights A [1, L, L] whose rows see `keys` [1, L] keys."""
     statistics = row_statistics(A).double()
-    return summary(group_sums(statistics, keys), A.shape[-1])
+    sums = group_sums(statistics, keys)
+    return summary(sums, length=A.shape[-1])
 
 
 def test_rows_that_are_no_distributions():
@@ -57,12 +67,14 @@ def test_rows_that_are_no_distributions():
     for name, values in expected.items():
         (groups,) = result["groups"][name]
         (mean,) = result["heads"][name]
+        expected_mean = sum(values) / 3
         assert groups == pytest.approx(values, rel=1e-6)
-        assert mean == pytest.approx(sum(values) / 3, rel=1e-6)
+        assert mean == pytest.approx(expected_mean, rel=1e-6)
 
 
 def test_dead_rows_have_no_means():
-    result = statistics_of(torch.zeros(1, 4, 4), torch.arange(1, 5)[None])
+    keys = torch.arange(1, 5)[None]
+    result = statistics_of(torch.zeros(1, 4, 4), keys)
     assert result["groups"]["entropy"] == [[None, None]]
     assert result["heads"]["sum"] == [None]
 
@@ -70,13 +82,19 @@ def test_dead_rows_have_no_means():
 def test_blocks_of_rows_make_the_same_weights(monkeypatch):
     model = small_model("lssar_p15.py")
     idx = torch.randint(257, (2, 24))
+    all_rows = slice(None)
     layer = slice(1, 2)
-    (A,) = evaluation.layer_attention_weights(model, idx, slice(None), layers=layer)
+    (A,) = evaluation.layer_attention_weights(model, idx, all_rows, layers=layer)
+    expected = row_statistics(A)
     monkeypatch.setattr(evaluation, "BLOCK_QUERIES", 5)
     (statistics,) = evaluation.layer_attention_weights(
-        model, idx, slice(None), row_statistics, layer
+        model,
+        idx,
+        all_rows,
+        row_statistics,
+        layer,
     )
-    torch.testing.assert_close(statistics, row_statistics(A), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(statistics, expected, rtol=1e-10, atol=1e-12)
 
 
 # ---- weights, by distance ----
@@ -97,20 +115,19 @@ def test_counts_of_a_window():
     A[1, 1, 0] = -1e-40  # query 0 of this head has no weight, and key 1 none from a later query
     A[1, 2, 2] = -0.5
     A[1, 3, 3] = 0.5
-    pairs = attention_maps.visible_pairs(4, [[None, None]])
-    shares = attention_maps.shares(A.sign(), pairs[0])
+    (pairs,) = attention_maps.visible_pairs(4, [[None, None]])
+    first_head, second_head = attention_maps.shares(A.sign(), pairs)
     # distance 0: 2 of 4; 1: 1 of 3; 2 and 3: 1 of 3. Dead: one query of 4, no key of 2.
-    assert shares[0].tolist() == pytest.approx([2 / 4, 1 / 3, 1 / 3, 1 / 4, 0])
-    assert shares[1].tolist() == [1 / 4, 0, 0, 1 / 4, 1 / 2]
+    assert first_head.tolist() == pytest.approx([2 / 4, 1 / 3, 1 / 3, 1 / 4, 0])
+    assert second_head.tolist() == [1 / 4, 0, 0, 1 / 4, 1 / 2]
 
 
 def test_windows_by_layer(shards, call, tmp_path, pictures):
     """With a pattern, and a limit of --window."""
     model = small_model("softmax.py --window=4 --window_pattern=SL", f"--data_dir={shards}")
     run = saved_run(tmp_path / "run", model.float())
-    few = ("--lengths=16", "--tokens=32", f"--text={TEXT[:20]}", "--rope=none")
-    call(attention_maps, run, *few)
-    call(attention_maps, run, *few, "--window=9")
+    call(attention_maps, run, *FEW)
+    call(attention_maps, run, *FEW, "--window=9")
     by_pattern, limited = read(run)
     assert by_pattern["head_windows"] == [[4, 4], [None, None]]
     assert limited["head_windows"] == [[4, 4], [9, 9]]
@@ -130,8 +147,7 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
         request.getfixturevalue("pictures")
     model = small_model(settings, f"--data_dir={shards}").float()
     run = saved_run(tmp_path / "run", model)
-    few = ("--lengths=16", "--tokens=32", f"--text={TEXT[:20]}", "--rope=none")
-    call(attention_maps, run, *few, "--distances")
+    call(attention_maps, run, *FEW, "--distances")
     (result,) = read(run)
     assert result["head_windows"] == [list(windows)] * 2
     ids = validation_ids(shards, 16, 2)
@@ -140,24 +156,19 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
     visible = visible_keys(windows)
     check_rows(result["parts"]["16 tokens"]["heads"], A[1], visible)
     check_distances(result["parts"]["by distance"]["positive"], A, visible)
-    means = mean_shares(result)
-    positive = (A > 0)[..., visible]
-    dead_rows = ~A.any(-1)
-    later = np.tril(A, -1)  # the weights of later queries
-    dead_keys = ~later[..., :8].any(-2)
-    assert means["all"] == pytest.approx(positive.mean())
-    assert means["dead rows"] == pytest.approx(dead_rows.mean())
-    assert means["dead keys"] == pytest.approx(dead_keys.mean())
-    assert (means["dead rows"] > 0) == settings.startswith("relu")
+    check_means(mean_shares(result), A, visible, has_dead_rows=settings.startswith("relu"))
     if settings == "softmax.py":
         assert not_blank(run / "weights_by_distance.png")
         assert not_blank(run / "attention_maps.png")
     # what a head's window hides is white, as what comes after
+    first_ids = ids[0].tolist()
+    first_maps = layers[1][0]
     keys = torch.from_numpy(visible.sum(-1))
-    figure = attention_maps.plot_maps(load_run(run), 1, ids[0].tolist(), layers[1][0], keys)
+    figure = attention_maps.plot_maps(load_run(run), 1, first_ids, first_maps, keys)
     for head in range(2):
         (image,) = figure.axes[head].images
-        assert image.get_array().count() == visible[head].sum()
+        drawn = image.get_array().count()
+        assert drawn == visible[head].sum()
 
 
 def visible_keys(windows):
@@ -166,7 +177,8 @@ def visible_keys(windows):
     heads = []
     for window in windows:
         first = i - (window or 16) + 1
-        heads.append((first <= j) & (j <= i))
+        is_visible = (first <= j) & (j <= i)
+        heads.append(is_visible)
     return np.stack(heads)
 
 
@@ -181,12 +193,14 @@ def check_rows(measured, A, visible):
     n = visible.sum(-1)
     largest = np.log(np.maximum(n, 2))
     entropy_share = np.where(n > 1, entropy / largest, 1)
+    first_token = shares[..., 0]
     for head in range(2):
         rows = alive[:, head]
         expected = entropy_share[:, head][rows].mean()
         assert measured["entropy_share"][head] == pytest.approx(expected, rel=1e-5)
-        if visible[head, -1].all():  # no window
-            expected = shares[:, head, :, 0][rows].mean()
+        has_no_window = visible[head, -1].all()
+        if has_no_window:
+            expected = first_token[:, head][rows].mean()
             assert measured["first_token"][head] == pytest.approx(expected, rel=1e-5)
 
 
@@ -200,8 +214,21 @@ def check_distances(measured, A, visible):
             expected = []
             for number in range(5):
                 pairs = visible[head] & (group == number)
-                expected.append(positive[:, pairs].mean() if pairs.any() else None)
+                share = positive[:, pairs].mean() if pairs.any() else None
+                expected.append(share)
             assert measured[layer][head] == pytest.approx(expected)
+
+
+def check_means(measured, A, visible, has_dead_rows):
+    """The means over all layers and heads, from A [layers, windows, heads, 16, 16]."""
+    positive = A > 0
+    dead_rows = ~A.any(-1)
+    by_later_queries = np.tril(A, -1)
+    dead_keys = ~by_later_queries[..., :8].any(-2)
+    assert measured["all"] == pytest.approx(positive[..., visible].mean())
+    assert measured["dead rows"] == pytest.approx(dead_rows.mean())
+    assert measured["dead keys"] == pytest.approx(dead_keys.mean())
+    assert (measured["dead rows"] > 0) == has_dead_rows
 
 
 # ---- the command ----
@@ -215,7 +242,10 @@ def test_several_runs_are_compared(shards, call, tmp_path, pictures):
     saved_run(relu, small_model("relu_wortsman.py", data).float())
     saved_run(inverse, small_model("ablations/softmax_inverse.py", data).float())
     call(attention_maps, relu, inverse, "--layer=0", "--lengths=16,32", "--tokens=64")
-    assert pictures == [relu / "attention_maps.png", inverse / "attention_maps.png"]
+    assert pictures == [
+        relu / "attention_maps.png",
+        inverse / "attention_maps.png",
+    ]
     (of_relu,) = read(relu)
     lengths = [chunk["length"] for chunk in of_relu["parts"].values()]
     assert lengths == [len(TEXT), 16, 32]
@@ -227,10 +257,12 @@ def test_several_runs_are_compared(shards, call, tmp_path, pictures):
 
 
 def test_a_text_alone_needs_no_data(shards, call, tmp_path, pictures):
-    run = saved_run(tmp_path / "run", small_model("softmax.py", f"--data_dir={shards}").float())
+    model = small_model("softmax.py", f"--data_dir={shards}").float()
+    run = saved_run(tmp_path / "run", model)
     call(attention_maps, run, "--tokens=0", "--data_dir=nowhere")
     (result,) = read(run)
-    assert (result["tokens"], result["layer"]) == (0, 1)
+    assert result["tokens"] == 0
+    assert result["layer"] == 1
 
 
 def test_refuses_before_anything_is_written(trained, call, refused):

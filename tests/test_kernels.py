@@ -53,7 +53,8 @@ import triton.language as tl  # noqa: E402
 from attention_paths.kernels import launch, phi, tiles  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
-BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+BFLOAT16 = torch.bfloat16
+FLOAT32 = torch.float32
 # interpreted blocks are 32 queries and 16 keys: 37 is more than a block of each, and a part of one
 LENGTHS = [4, 19, 1, 21, 5, 37, 3]
 
@@ -61,15 +62,19 @@ LENGTHS = [4, 19, 1, 21, 5, 37, 3]
 @pytest.mark.parametrize("case", FUSED)
 def test_every_variant(case):
     index = FUSED.index(case)
-    L, d = LENGTHS[index % len(LENGTHS)], (16, 24, 64)[index % 3]
+    L = LENGTHS[index % len(LENGTHS)]
+    d = (16, 24, 64)[index % 3]
     compare(case, draw_off_kinks(L, L, d, FLOAT32))
 
 
 def each_document_alone(layer, q, k, v, context):
     """The layer's output where each of STARTS' documents is a sequence of its own."""
-    sizes = [end - start for start, end in pairwise([0, *STARTS[:3], q.shape[2]])]
-    documents = zip(*(x.split(sizes, dim=2) for x in (q, k, v)), strict=True)
-    return torch.cat([layer(*document) for document in documents], dim=2)
+    outputs = []
+    for start, end in pairwise([0, *STARTS[:3], q.shape[2]]):
+        document = slice(start, end)
+        out = layer(q[:, :, document], k[:, :, document], v[:, :, document])
+        outputs.append(out)
+    return torch.cat(outputs, dim=2)
 
 
 @pytest.mark.parametrize("case", FUSED)
@@ -78,38 +83,55 @@ def test_every_variant_within_documents(case):
     within = compare(f"{case} --document_mask", tensors)
     doubles = [x.double() for x in tensors]
     alone = evaluate(in_float64(case, 16), doubles, each_document_alone)
+    incoming = tensors[-1].norm()
     for name, exact in alone.items():
         error = (within[name] - exact).norm()
-        assert error <= 1e-4 * max(exact.norm(), tensors[-1].norm()), name
+        assert error <= 1e-4 * max(exact.norm(), incoming), name
 
 
 @pytest.mark.parametrize(
     "case",
-    ["lssar_p15.py", "relu_li.py", "softpick.py --forget=True", "softmax_p3.py --sink=learned"],
+    [
+        "lssar_p15.py",
+        "relu_li.py",
+        "softpick.py --forget=True",
+        "softmax_p3.py --sink=learned",
+    ],
 )
 def test_bfloat16(case):
-    compare(case, inputs_of(case, draw_off_kinks(21, 21, 16, BFLOAT16)))
+    tensors = draw_off_kinks(21, 21, 16, BFLOAT16)
+    compare(case, inputs_of(case, tensors))
 
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_settings(case):
-    compare(case, inputs_of(case, draw_off_kinks(*SETTINGS[case], 16, FLOAT32, B=2)))
+    Lq, Lk = SETTINGS[case]
+    tensors = draw_off_kinks(Lq, Lk, 16, FLOAT32, B=2)
+    compare(case, inputs_of(case, tensors))
 
 
 @pytest.mark.parametrize(
-    "case", ["lssar_p15.py --window=9", "relu_li.py --n_kv_head=1", "ssmax_bias.py --sink=learned"]
+    "case",
+    [
+        "lssar_p15.py --window=9",
+        "relu_li.py --n_kv_head=1",
+        "ssmax_bias.py --sink=learned",
+    ],
 )
 def test_without_atomics(case, monkeypatch):
     """The same bits again."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     tensors = inputs_of(case, draw_off_kinks(35, 37, 16, FLOAT32))
-    first, second = compare(case, tensors), evaluate(kernels(case, 16), tensors)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    first = compare(case, tensors)
+    second = evaluate(kernels(case, 16), tensors)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
 
 
 def test_any_strides():
     """q, k and v as slices of one projection, as the model has them, and every other column."""
-    packed = torch.randn(2, 19, 3, 2, 32, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randn(2, 19, 3, 2, 32, generator=generator)
     q, k, v = packed[..., ::2].permute(2, 0, 3, 1, 4).unbind()
     gradient = torch.randn(2, 2, 19, 1).expand(-1, -1, -1, 16)  # stride 0 along the head
     compare("lssar_p3.py", (q, k, v, gradient))
@@ -126,14 +148,16 @@ def test_tied_rows_stay_uniform_with_bounded_gradients(case, inputs):
         k = k[:, :, :1].expand_as(k).contiguous()
     else:
         q = torch.zeros_like(q)
-    found = evaluate(kernels(case, 16), (q, k, v, gradient))
-    exact = exact_evaluation(case, (q, k, v, gradient))
-    mean = v.double().cumsum(2) / torch.arange(1, 22)[:, None]
+    tensors = (q, k, v, gradient)
+    found = evaluate(kernels(case, 16), tensors)
+    count = torch.arange(1, 22)[:, None]
+    mean = v.double().cumsum(2) / count
     torch.testing.assert_close(found["out"], mean.flatten(), rtol=0, atol=1e-5)
-    for name in found:
+    for name, exact in exact_evaluation(case, tensors).items():
         # a zero query's gradient is 1e6 times another's: l2_normalise divides it by 1e-6
-        scale = max(gradient.norm(), exact[name].norm())
-        assert (found[name] - exact[name]).norm() < 1e-5 * scale
+        scale = max(gradient.norm(), exact.norm())
+        error = (found[name] - exact).norm()
+        assert error < 1e-5 * scale, name
 
 
 @pytest.mark.parametrize("size", [-1e4, 1, 1e4])
@@ -155,13 +179,17 @@ def test_scores_and_sinks_of_ten_thousand(case, size):
     """
     q, k, v, gradient = draw(21, 21, 16, FLOAT32)
     q = size / 4 * q.abs()
-    k = k.abs() * torch.linspace(0.9, 1.1, 21)[:, None]
-    layer, exactly = kernels(case, 16), in_float64(case, 16)
+    growing = torch.linspace(0.9, 1.1, 21)[:, None]
+    k = k.abs() * growing
+    layer = kernels(case, 16)
+    exactly = in_float64(case, 16)
     if layer.sink is not None:
-        layer.sink.data.copy_(torch.tensor([1e4, -1e4]))
-        exactly.sink.data.copy_(layer.sink.data)
+        sinks = torch.tensor([1e4, -1e4])
+        layer.sink.data.copy_(sinks)
+        exactly.sink.data.copy_(sinks)
     found = evaluate(layer, (q, k, v, gradient))
-    assert all(x.isfinite().all() for x in found.values())
+    for name, value in found.items():
+        assert value.isfinite().all(), name
     out = call(exactly, q.double(), k.double(), v.double()).detach()
     torch.testing.assert_close(found["out"], out.flatten(), rtol=0, atol=2e-2)
     last = decode(layer, q, k, v).double()
@@ -171,49 +199,80 @@ def test_scores_and_sinks_of_ten_thousand(case, size):
 @pytest.mark.parametrize("case", ["relu_li.py", "relu_li.py --p=3"])
 def test_dead_rows_are_zero_in_value_and_gradient(case):
     q, k, v, gradient = draw(20, 20, 16, FLOAT32)
-    tensors = -q.abs(), k.abs(), v, gradient  # no score is above 0
-    assert all((x == 0).all() for x in evaluate(kernels(case, 16), tensors).values())
+    tensors = (-q.abs(), k.abs(), v, gradient)  # no score is above 0
+    for name, value in evaluate(kernels(case, 16), tensors).items():
+        assert (value == 0).all(), name
 
 
 @pytest.mark.parametrize("case", ["softmax.py --forget=True", "lssar_p3.py --forget=True"])
 def test_forget_gates_that_are_nearly_closed(case):
     """Biases of rows and keys that nearly cancel, and would make the padding of a tile infinite."""
-    gates = 10 * torch.randn(1, 2, 37, generator=torch.Generator().manual_seed(0)) - 10
+    generator = torch.Generator().manual_seed(0)
+    gates = 10 * torch.randn(1, 2, 37, generator=generator) - 10
     assert F.logsigmoid(gates).sum(-1).max() < -300
     tensors = inputs_of(case, draw(37, 37, 16, FLOAT32), gates)
+    incoming = tensors[-1].norm()
     found = evaluate(kernels(case, 16), tensors)
     for name, exact in exact_evaluation(case, tensors).items():
-        size = max(exact.norm(), 1e-2 * tensors[-1].norm())
-        assert (found[name] - exact).norm() < 1e-4 * size, name
+        scale = max(exact.norm(), 1e-2 * incoming)
+        error = (found[name] - exact).norm()
+        assert error < 1e-4 * scale, name
 
 
 def test_alibi_is_exact_near_the_last_key():
     """Its biases are counted from there: counted from the first, they would round to 1e-3."""
-    case, L = "softmax_alibi.py --window=40", 2**14
-    q, k, v = torch.zeros(1, 2, 2, 16), torch.zeros(1, 2, L, 16), torch.eye(16).repeat(L // 16, 1)
-    v, layer = v.expand(1, 2, -1, -1), kernels(case, 16)
-    out = call(in_float64(case, 16), *(x[:, :, -41:].double() for x in (q, k, v)))
-    for found in (call(layer, q, k, v), decode(layer, q, k, v)):
-        assert (found - out[:, :, -found.shape[2] :]).abs().max() < 1e-6
+    case = "softmax_alibi.py --window=40"
+    L = 2**14
+    q = torch.zeros(1, 2, 2, 16)
+    k = torch.zeros(1, 2, L, 16)
+    v = torch.eye(16).repeat(L // 16, 1).expand(1, 2, -1, -1)
+    visible = slice(-41, None)  # to either query
+    exact = call(
+        in_float64(case, 16),
+        q.double(),
+        k[:, :, visible].double(),
+        v[:, :, visible].double(),
+    )
+    layer = kernels(case, 16)
+    out = call(layer, q, k, v)
+    assert (out - exact).abs().max() < 1e-6
+    last = decode(layer, q, k, v)
+    assert (last - exact[:, :, -1:]).abs().max() < 1e-6
 
 
 def test_softpick_of_extreme_scores():
     """Rows of large scores, of zeros, of scores far below 0, which get no weight, and of both."""
     _, _, v, gradient = draw(20, 20, 16, FLOAT32, B=2)
-    alternating = 1e4 * (1 - 2 * (torch.arange(20) % 2))
-    scores = 1e4 + torch.arange(20.0), torch.zeros(20), torch.full((20,), -1e4), alternating
-    q, k = torch.zeros(2, 2, 20, 16), torch.zeros(2, 2, 20, 16)
-    q[..., 0], k[..., 0] = 4, torch.stack(scores).view(2, 2, 20)
+    growing = torch.arange(20.0)
+    sign = 1 - 2 * (torch.arange(20) % 2)
+    scores = [
+        1e4 + growing,
+        torch.zeros(20),
+        torch.full((20,), -1e4),
+        1e4 * sign,
+    ]
+    q = torch.zeros(2, 2, 20, 16)
+    k = torch.zeros(2, 2, 20, 16)
+    q[..., 0] = 4
+    k[..., 0] = torch.stack(scores).view(2, 2, 20)
     layer = kernels("softpick.py", 16)
     found = evaluate(layer, (q, k, v, gradient))
-    assert all(x.isfinite().all() for x in found.values())
-    out, dv, v_row = found["out"].view(4, 20, 16), found["dv"].view(4, 20, 16), v.view(4, 20, 16)
-    assert not out[1:3].any() and not dv[1:3].any()
+    for name, value in found.items():
+        assert value.isfinite().all(), name
+    # each head has one row of `scores`
+    out = found["out"].view(4, 20, 16)
+    dv = found["dv"].view(4, 20, 16)
+    v_by_head = v.view(4, 20, 16)
+    assert not out[1:3].any()
+    assert not dv[1:3].any()
     last = decode(layer, q, k, v).view(4, 16).double()
-    first = torch.softmax(torch.arange(20.0), 0) @ v_row[0]
-    for expected, row in ((first, 0), (v_row[3, ::2].mean(0), 3)):
-        for found_row in (out[row, -1], last[row]):
-            torch.testing.assert_close(found_row, expected.double(), rtol=0, atol=2e-3)
+    expected = {
+        0: torch.softmax(growing, 0) @ v_by_head[0],
+        3: v_by_head[3, ::2].mean(0),
+    }
+    for head, exact in expected.items():
+        torch.testing.assert_close(out[head, -1], exact.double(), rtol=0, atol=2e-3)
+        torch.testing.assert_close(last[head], exact.double(), rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -241,17 +300,28 @@ def test_tiles_that_no_row_sees_are_never_visited(case, atomic, edge, monkeypatc
     layer = build(case, 16, edge, TRITON)
     q, k, v, gradient = draw(64, 64, 16, FLOAT32)
     clean = evaluate(build(case, 16, edge, REFERENCE), (q, k, v, gradient))
-    nan = torch.full((1, 2, 32, 16), math.nan)
-    k_late, v_late = (torch.cat((nan[:, :, :16], x[:, :, 16:]), dim=2) for x in (k, v))
-    q_early, gradient_early = (torch.cat((x[:, :, :32], nan), dim=2) for x in (q, gradient))
+
+    def without(x, hidden):
+        x = x.clone()
+        x[:, :, hidden] = math.nan
+        return x
+
+    early_keys = slice(0, 16)
+    late_rows = slice(32, 64)
     for tensors, inside in (
-        ((q, k_late, v_late, gradient), slice(32, 64)),
-        ((q_early, k, v, gradient_early), slice(0, 16)),
+        ((q, without(k, early_keys), without(v, early_keys), gradient), late_rows),
+        ((without(q, late_rows), k, v, without(gradient, late_rows)), early_keys),
     ):
         found = evaluate(layer, tensors)
         for name in ("out", "dq", "dk", "dv"):
-            ours, expected = (x[name].view(q.shape)[:, :, inside] for x in (found, clean))
-            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+            ours = found[name].view(q.shape)
+            expected = clean[name].view(q.shape)
+            torch.testing.assert_close(
+                ours[:, :, inside],
+                expected[:, :, inside],
+                rtol=1e-4,
+                atol=1e-4,
+            )
 
 
 # ---- a user's own ----
@@ -259,8 +329,9 @@ def test_tiles_that_no_row_sees_are_never_visited(case, atomic, edge, monkeypatc
 
 @triton.jit
 def elu1(z):
-    e = tl.exp(tl.minimum(z, 0.0))
-    return tl.where(z > 0, z + 1, e), e
+    slope = tl.exp(tl.minimum(z, 0.0))
+    a = tl.where(z > 0, z + 1, slope)
+    return a, slope
 
 
 @pytest.mark.parametrize("p", ["", " --p=3"])
@@ -275,8 +346,10 @@ def test_a_phi_scale_and_bias_of_ones_own(p, monkeypatch):
         learnable=("s", "b"),
     )
     monkeypatch.setitem(VARIANTS, "elu1", own)
-    found = compare(f"softmax.py --attention=elu1{p}", draw(21, 21, 16, FLOAT32, B=2))
-    assert found["ds"].norm() > 0 and found["db"].norm() > 0
+    tensors = draw(21, 21, 16, FLOAT32, B=2)
+    found = compare(f"softmax.py --attention=elu1{p}", tensors)
+    assert found["ds"].norm() > 0
+    assert found["db"].norm() > 0
 
 
 # ---- phi ----
@@ -295,44 +368,62 @@ def test_phis_and_their_slopes(name):
     """To float32 precision; in an exponential tail relative to its small numbers."""
     phis = {variant.phi.kernel: variant.phi for variant in VARIANTS.values()}
     z = torch.linspace(-40, 12, 1024)  # no kink among them
-    found = torch.empty(2, 1024, device=DEVICE)
+    a = torch.empty(1024, device=DEVICE)
+    slopes = torch.empty(1024, device=DEVICE)
     entry = phi.PHIS[name]
-    apply[(1,)]((entry.argument * z).to(DEVICE), *found, N=1024, PHI=entry.function)
-    found = found.cpu()
+    argument = (entry.argument * z).to(DEVICE)
+    apply[(1,)](argument, a, slopes, N=1024, PHI=entry.function)
     z = z.double().requires_grad_()
-    expected = phis[name.removesuffix("16")].function(z)
-    slopes = torch.autograd.grad(expected.sum(), z)
-    tail = name.startswith(("exp", "sigmoid", "softplus", "gelu"))
-    rtol = 1.5e-5 if name in ("softplus16", "gelu") else 3e-6
-    tolerance = dict(rtol=rtol, atol=1e-36 if tail else 1e-6)
-    torch.testing.assert_close(found[0].double() / entry.value, expected.detach(), **tolerance)
-    torch.testing.assert_close(found[1].double(), *slopes, **tolerance)
+    exact = phis[name.removesuffix("16")].function(z)
+    (exact_slopes,) = torch.autograd.grad(exact.sum(), z)
+    has_tail = name.startswith(("exp", "sigmoid", "softplus", "gelu"))
+    tolerance = {
+        "rtol": 1.5e-5 if name in ("softplus16", "gelu") else 3e-6,
+        "atol": 1e-36 if has_tail else 1e-6,
+    }
+    value = a.cpu().double() / entry.value
+    torch.testing.assert_close(value, exact.detach(), **tolerance)
+    torch.testing.assert_close(slopes.cpu().double(), exact_slopes, **tolerance)
 
 
 @triton.jit
 def total(Y, TOTALS, N: tl.constexpr):
     row = tl.program_id(0) + tl.arange(0, 1)
-    y = tl.load(Y + row[:, None] * N + tl.arange(0, N)[None, :])
+    column = tl.arange(0, N)
+    y = tl.load(Y + row[:, None] * N + column[None, :])
     tl.store(TOTALS + row, phi.softplus_total(y))
 
 
 def test_sums_of_softplus_by_products():
     """Far below 0, where a product's logarithm has no digits of it, and where it overflows."""
-    keys = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
-    y = torch.cat([keys - 58, keys - 20, 8 * keys, keys / 1e4, torch.zeros(1, 128)])
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(4, 128, generator=generator)
+    rows = [
+        keys - 58,
+        keys - 20,
+        8 * keys,
+        keys / 1e4,
+        torch.zeros(1, 128),
+    ]
+    y = torch.cat(rows)
     y[2, 5:] = -math.inf  # hidden
     found = torch.empty(len(y), device=DEVICE)
     total[(len(y),)](y.to(DEVICE), found, N=128)
-    tail = torch.exp2(y.double()) / math.log(2)
-    sums = torch.log2(1 + torch.exp2(y.double())).where(y > -40, tail)
-    torch.testing.assert_close(found.double().cpu(), sums.sum(1), rtol=6e-7, atol=0)
+    exponential = torch.exp2(y.double())
+    softplus = torch.log2(1 + exponential)
+    softplus = softplus.where(y > -40, exponential / math.log(2))
+    torch.testing.assert_close(found.double().cpu(), softplus.sum(1), rtol=6e-7, atol=0)
 
 
 def test_constants_and_phis_are_those_of_the_table():
-    assert tiles.DEAD.value == attention.DEAD and tiles.TIED.value == attention.TIED
-    for own in (variant.phi for variant in VARIANTS.values() if variant.phi.kernel is not None):
-        entry = phi.PHIS[own.kernel]
-        assert entry.rectified or (entry.shift is None) == (own.shift is None)
+    assert tiles.DEAD.value == attention.DEAD
+    assert tiles.TIED.value == attention.TIED
+    for variant in VARIANTS.values():
+        if variant.phi.kernel is None:
+            continue
+        entry = phi.PHIS[variant.phi.kernel]
+        is_shifted = entry.shift is not None
+        assert entry.rectified or is_shifted == (variant.phi.shift is not None)
 
 
 # ---- within torch and the model ----
@@ -343,7 +434,9 @@ def test_the_operators_are_well_formed():
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     q, k, v, _ = (x.to(DEVICE) for x in draw(20, 20, 16, FLOAT32))
     ones = torch.ones(1, 2, 20, device=DEVICE)
-    first_key = (7 * (torch.arange(20, dtype=torch.int32, device=DEVICE) // 7)).expand(1, 2, -1)
+    position = torch.arange(20, dtype=torch.int32, device=DEVICE)
+    first_key = 7 * (position // 7)  # of documents of 7 tokens
+    first_key = first_key.expand(1, 2, -1)
     choices = dict(
         phi="softplus",
         p=3.0,
@@ -365,12 +458,17 @@ def test_the_operators_are_well_formed():
         first_key=first_key,
     )
     torch.library.opcheck(launch.forward, inputs, dict(save=True, **choices), test_utils=checks)
-    last = inputs._replace(q=q[:, :, -1:], bias=ones[..., -1:], first_key=first_key[..., -1:])
+    last = inputs._replace(
+        q=q[:, :, -1:],
+        bias=ones[..., -1:],
+        first_key=first_key[..., -1:],
+    )
     torch.library.opcheck(launch.forward, last, dict(save=False, **choices), test_utils=checks)
 
 
 def test_compiles_without_graph_breaks():
-    layer, tensors = kernels("lssar_p15.py", 16), draw(20, 20, 16, FLOAT32)
+    layer = kernels("lssar_p15.py", 16)
+    tensors = draw(20, 20, 16, FLOAT32)
     eager = evaluate(layer, tensors)
     layer.compile(fullgraph=True, backend="aot_eager")
     compiled = evaluate(layer, tensors)
@@ -387,64 +485,73 @@ def test_all_layers_share_a_graph_of_each_length_or_of_any(case, task, graphs, m
     model = small_model(case, "--n_layer=3", f"--task={task}").float().to(DEVICE)
     compile_model(model, TASKS[task].varied_lengths)
     for length in (16, 12, 9):
-        model(*[torch.arange(2 * length, device=DEVICE).view(2, -1)] * 2)
+        idx = torch.arange(2 * length, device=DEVICE).view(2, length)
+        model(idx, idx)
     assert compiled.frame_count == graphs + 2  # two are the loss's
 
 
 def test_a_model_generates_as_with_the_reference():
     case = "lssar_p3.py --positions=alibi --sink=learned --gate=head --window=9 --n_kv_head=1"
-    idx = torch.randint(257, (2, 17), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    found = []
-    for impl in (TRITON, REFERENCE):
+    generator = torch.Generator().manual_seed(1)
+    idx = torch.randint(257, (2, 17), generator=generator).to(DEVICE)
+
+    def loss_and_text(impl):
         torch.manual_seed(0)
-        model = build_model(small_config(case, impl, "--n_layer=1", "--block_size=16")).eval()
-        model.to(DEVICE)
+        config = small_config(case, impl, "--n_layer=1", "--block_size=16")
+        model = build_model(config).eval().to(DEVICE)
         loss = model(idx[:, :-1], idx[:, 1:]).item()
-        found.append((loss, generate(model, idx[:, :5], 6, temperature=0)))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    assert torch.equal(found[0][1], found[1][1])
+        text = generate(model, idx[:, :5], 6, temperature=0)
+        return loss, text
+
+    loss, text = loss_and_text(TRITON)
+    expected_loss, expected_text = loss_and_text(REFERENCE)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert torch.equal(text, expected_text)
 
 
 def test_what_the_kernels_cannot_compute_is_refused(monkeypatch):
     q = torch.zeros(1, 2, 4, 8)
     layer = build("lssa.py", 8, TRITON)
     for dtype in (torch.float16, torch.float64):
+        x = q.to(DEVICE, dtype)
         with pytest.raises(UserError, match=f"bfloat16 and float32, not in {dtype}"):
-            layer(*(q.to(DEVICE, dtype) for _ in range(3)))
+            layer(x, x, x)
     monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(UserError, match="NVIDIA GPU.*cpu"):
         layer(q, q, q)
     monkeypatch.setattr(attention_paths.fused, "launch", None)
     with pytest.raises(UserError, match="Triton is not installed"):
         layer(q, q, q)
-    assert "no kernel" in variant_obstacle(Variant(Phi(torch.relu, kernel=None)), 16)
+    without_kernel = Variant(Phi(torch.relu, kernel=None))
+    assert "no kernel" in variant_obstacle(without_kernel, 16)
     for settings, message in (
-        (["--attention=softmax_inverse"], "attention_impl.*softmax_inverse.*not the paper's"),
-        (["--attention=lssa", "--n_embd=512"], "head size 256 is above 128"),
+        (
+            ["--attention=softmax_inverse"],
+            "attention_impl.*softmax_inverse.*not the paper's",
+        ),
+        (
+            ["--attention=lssa", "--n_embd=512"],
+            "head size 256 is above 128",
+        ),
     ):
+        config = load_config([*SMALL, *settings, TRITON])
         with pytest.raises(UserError, match=message):
-            build_model(load_config([*SMALL, *settings, TRITON]))
+            build_model(config)
 
 
 def test_gpus_that_cannot_run_the_kernels(monkeypatch):
-    gpu, q = (
-        SimpleNamespace(
-            is_cuda=True,
-            major=8,
-            minor=0,
-            device=None,
-            dtype=BFLOAT16,
-            shape=(1, 2, 1, 16),
-        ),
-    ) * 2
+    gpu = SimpleNamespace(major=8, minor=0)
+    q = SimpleNamespace(is_cuda=True, device=None, dtype=BFLOAT16, shape=(1, 2, 1, 16))
     layer = build("lssar_p15.py", 16)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     assert obstacle(layer, q) is None
     softmax = build("softmax.py", 16)
     assert softmax.path(q, 4) == "sdpa"
     # keys are in a cache, which varlen_attn does not take
-    assert softmax.path(q, 4, Context(document_positions=torch.zeros(1, 4))) == "triton"
-    gpu.major, gpu.minor = 7, 5
+    documents = Context(document_positions=torch.zeros(1, 4))
+    assert softmax.path(q, 4, documents) == "triton"
+    gpu.major = 7
+    gpu.minor = 5
     assert "8.0 or newer, and this is 7.5" in obstacle(layer, q)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "AMD" in obstacle(layer, q)
@@ -455,24 +562,33 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch):
 
 def test_no_kernel_returns_none():
     """Triton 3.6 cannot compile it."""
-    texts = [path.read_text() for path in (ROOT / "attention_paths" / "kernels").glob("*.py")]
-    assert not any("@triton.jit" in text and "return None" in text for text in texts)
+    for path in (ROOT / "attention_paths" / "kernels").glob("*.py"):
+        text = path.read_text()
+        if "@triton.jit" in text:
+            assert "return None" not in text, path
 
 
 def test_shapes_fit_every_kernel():
     """softplus_total takes at most 128 keys, and every head size up to 128 has a shape."""
     for table in launch.SHAPES.values():
         for shapes in table.values():
-            assert max(shapes) == 128 and all(n <= 128 for _, n, _, _ in shapes.values())
+            assert max(shapes) == 128
+            for _, keys, _, _ in shapes.values():
+                assert keys <= 128
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--quick"], *(pytest.param(x, marks=pytest.mark.long) for x in ([], ["--variants"]))],
+    [
+        ["--quick"],
+        pytest.param([], marks=pytest.mark.long),
+        pytest.param(["--variants"], marks=pytest.mark.long),
+    ],
 )
 def test_machine_code_is_that_of_the_table(arguments):
     """Of one variant's kernels; with -m long of all, and every variant launches."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment = dict(os.environ)
+    environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, "-m", "tests.compile_kernels", *arguments],
         cwd=ROOT,

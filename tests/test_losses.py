@@ -21,9 +21,21 @@ def example(token_count, targets_per_token=1, dtype=torch.float64, scale=1.0):
     generator = torch.Generator().manual_seed(token_count)
     x = torch.randn(token_count, WIDTH, generator=generator).to(dtype) * scale
     weight = torch.randn(targets_per_token, PADDED, WIDTH, generator=generator).to(dtype)
-    shape = (token_count,) if targets_per_token == 1 else (token_count, targets_per_token)
+    weight = weight.flatten(0, 1)
+    shape = [token_count]
+    if targets_per_token > 1:
+        shape.append(targets_per_token)
     targets = torch.randint(N_VOCAB, shape, generator=generator)
-    return x.requires_grad_(), weight.flatten(0, 1).requires_grad_(), targets
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+def leaf(x):
+    return x.detach().requires_grad_()
+
+
+def relative_error(actual, exact, **dimension):
+    difference = actual.double() - exact
+    return difference.norm(**dimension) / exact.norm(**dimension)
 
 
 def plain_loss(x, weight, targets, logits_dtype=torch.float64):
@@ -47,14 +59,24 @@ def loss_and_gradients(x, weight, targets, loss_of=None, factor=1.0):
 def chunk_sizes(request, monkeypatch):
     """Split 70 tokens, and their softmax, and the vocabulary in several ways, with a rest."""
     sizes = {
-        "one chunk": (1024, 2**19, 4096),
-        "many chunks": (32, 5 * PADDED, 20),
-        "single tokens": (1, 1, 1),
+        "one chunk": {
+            "CHUNK_CPU": 1024,
+            "CACHED_LOGITS": 2**19,
+            "VOCABULARY_PART": 4096,
+        },
+        "many chunks": {
+            "CHUNK_CPU": 32,
+            "CACHED_LOGITS": 5 * PADDED,
+            "VOCABULARY_PART": 20,
+        },
+        "single tokens": {
+            "CHUNK_CPU": 1,
+            "CACHED_LOGITS": 1,
+            "VOCABULARY_PART": 1,
+        },
     }
-    chunk, cached, vocabulary_part = sizes[request.param]
-    monkeypatch.setattr(losses, "CHUNK_CPU", chunk)
-    monkeypatch.setattr(losses, "CACHED_LOGITS", cached)
-    monkeypatch.setattr(losses, "VOCABULARY_PART", vocabulary_part)
+    for name, size in sizes[request.param].items():
+        monkeypatch.setattr(losses, name, size)
 
 
 @pytest.mark.parametrize("targets_per_token", [1, 2])
@@ -64,17 +86,21 @@ def test_loss_and_gradients_equal_those_of_all_logits(chunk_sizes, targets_per_t
     expected = loss_and_gradients(x, weight, targets, plain_loss, factor=0.3)
     actual = loss_and_gradients(x, weight, targets, factor=0.3)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    padding = actual[2].view(targets_per_token, PADDED, WIDTH)[:, N_VOCAB:]
+    _, _, weight_gradient = actual
+    by_head = weight_gradient.view(targets_per_token, PADDED, WIDTH)
+    padding = by_head[:, N_VOCAB:]
     assert not padding.any()
 
 
 def test_token_losses_equal_those_of_all_logits(chunk_sizes):
     x, weight, targets = example(70, targets_per_token=2)
+    x = x.detach()
+    weight = weight.detach()
     logits = (x @ weight.T).view(140, PADDED)[:, :N_VOCAB]
-    expected = F.cross_entropy(logits, targets.flatten(), reduction="none").view(70, 2)
+    expected = F.cross_entropy(logits, targets.flatten(), reduction="none")
     targets[::3] = -1
-    expected = expected.masked_fill(targets < 0, 0)
-    actual = losses.token_losses(x.detach(), weight.detach(), targets, N_VOCAB)
+    expected = expected.view(70, 2).masked_fill(targets < 0, 0)
+    actual = losses.token_losses(x, weight, targets, N_VOCAB)
     torch.testing.assert_close(actual, expected.float(), rtol=1e-6, atol=1e-6)
 
 
@@ -82,8 +108,10 @@ def test_a_model_has_these_losses():
     model = small_model("lssa.py")
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randint(257, (2, 3, 20), generator=generator)
-    expected = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none")
-    torch.testing.assert_close(model(x, y), expected.mean(), rtol=1e-9, atol=0)
+    logits = model(x).flatten(0, 1)
+    expected = F.cross_entropy(logits, y.flatten(), reduction="none")
+    loss = model(x, y)
+    torch.testing.assert_close(loss, expected.mean(), rtol=1e-9, atol=0)
     token_losses = model.token_losses(x, y)
     assert token_losses.dtype == torch.float32
     torch.testing.assert_close(token_losses.flatten(), expected.float(), rtol=1e-6, atol=1e-6)
@@ -93,7 +121,8 @@ def test_without_a_target_the_loss_is_nan_as_torchs_is():
     x, weight, targets = example(4)
     targets[:] = IGNORED
     assert plain_loss(x, weight, targets).isnan()
-    assert loss_and_gradients(x, weight, targets)[0].isnan()
+    loss, *_ = loss_and_gradients(x, weight, targets)
+    assert loss.isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -102,16 +131,15 @@ def test_large_logits_give_finite_gradients(dtype):
     x, weight, targets = example(40, dtype=dtype, scale=100)
     loss, *gradients = loss_and_gradients(x, weight, targets)
     assert loss.dtype == torch.float32
-    expected, *exact_gradients = loss_and_gradients(
-        x.double().detach().requires_grad_(),
-        weight.double().detach().requires_grad_(),
+    exact_loss, *exact_gradients = loss_and_gradients(
+        leaf(x.double()),
+        leaf(weight.double()),
         targets,
         partial(plain_loss, logits_dtype=dtype),
     )
-    assert loss.item() == pytest.approx(expected.item(), rel=0.01)
+    assert loss.item() == pytest.approx(exact_loss.item(), rel=0.01)
     for gradient, exact in zip(gradients, exact_gradients, strict=True):
-        error = (gradient.double() - exact).norm() / exact.norm()
-        assert error < 0.02
+        assert relative_error(gradient, exact) < 0.02
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -122,32 +150,35 @@ def test_autocast_computes_products_in_its_dtype_and_sums_in_float32(dtype, monk
     """
     monkeypatch.setattr(losses, "CHUNK_CPU", 16)
     x, weight, _ = example(4096, dtype=torch.float32)
-    targets = (x @ weight[:N_VOCAB].T).argmax(1)
-    x = (3 * x).detach().requires_grad_()
+    logits = x @ weight[:N_VOCAB].T
+    targets = logits.argmax(1)
+    x = leaf(3 * x)
     exact_loss, exact_x, exact_weight = loss_and_gradients(
-        x.to(dtype).double().detach().requires_grad_(),
-        weight.to(dtype).double().detach().requires_grad_(),
+        leaf(x.to(dtype).double()),
+        leaf(weight.to(dtype).double()),
         targets,
         partial(plain_loss, logits_dtype=dtype),
     )
     with torch.autocast("cpu", dtype):
         loss, x_gradient, weight_gradient = loss_and_gradients(x, weight, targets)
-    assert x_gradient.dtype == weight_gradient.dtype == torch.float32
+    assert x_gradient.dtype == torch.float32
+    assert weight_gradient.dtype == torch.float32
     assert loss.item() == pytest.approx(exact_loss.item(), rel=0.001)
-    error_by_token = (x_gradient - exact_x).norm(dim=1) / exact_x.norm(dim=1)
+    error_by_token = relative_error(x_gradient, exact_x, dim=1)
     assert error_by_token.median() < 0.008
-    assert (weight_gradient - exact_weight).norm() / exact_weight.norm() < 0.002
+    assert relative_error(weight_gradient, exact_weight) < 0.002
 
 
 def test_float16_keeps_gradients_that_only_the_loss_scale_keeps():
     """Divided by the number of targets alone, 1e-5 would be 0 in float16."""
+    loss_scale = 2.0**16
     x, weight, targets = example(2000, dtype=torch.float32)
-    weight = (weight * 1e-3).detach().requires_grad_()
-    exact = loss_and_gradients(x, weight, targets, factor=2.0**16)
+    weight = leaf(weight * 1e-3)
+    _, *exact_gradients = loss_and_gradients(x, weight, targets, factor=loss_scale)
     with torch.autocast("cpu", torch.float16):
-        actual = loss_and_gradients(x, weight, targets, factor=2.0**16)
-    for gradient, expected in zip(actual[1:], exact[1:], strict=True):
-        assert (gradient - expected).norm() / expected.norm() < 0.01
+        _, *gradients = loss_and_gradients(x, weight, targets, factor=loss_scale)
+    for gradient, exact in zip(gradients, exact_gradients, strict=True):
+        assert relative_error(gradient, exact) < 0.01
 
 
 def test_a_second_backward_pass_is_refused():

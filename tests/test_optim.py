@@ -41,15 +41,19 @@ def test_trapezoidal_schedule():
 def test_a_rate_is_set_for_all_groups_times_their_lr_scale():
     """Also when it is set again."""
     p = torch.zeros(1)
-    groups = [{"params": [p], "lr_scale": 10.0}, {"params": [p.clone()]}]
+    groups = [
+        {"params": [p], "lr_scale": 10.0},
+        {"params": [p.clone()]},
+    ]
     first = torch.optim.SGD(groups, lr=1.0)
     second = torch.optim.SGD([p.clone()], lr=1.0)
     for lr in (0.5, 0.25, 0.25):
         set_learning_rate([first, second], lr)
         scaled, unscaled = first.param_groups
+        (of_second,) = second.param_groups
         assert scaled["lr"] == 10 * lr
         assert unscaled["lr"] == lr
-        assert second.param_groups[0]["lr"] == lr
+        assert of_second["lr"] == lr
 
 
 def test_a_groups_lr_is_refused_because_the_schedule_would_overwrite_it(monkeypatch):
@@ -96,8 +100,14 @@ def test_muon_orthogonalises_in_float32_on_a_cpu():
         gram = x @ x.T
         x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
     update = -p.detach().double().T
-    error = update / update.norm() - x / x.norm()
-    assert error.norm() < 1e-5
+    unit_update = update / update.norm()
+    unit_x = x / x.norm()
+    assert (unit_update - unit_x).norm() < 1e-5
+
+
+def set_gradients(parameters, gradients):
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
 
 
 def test_ranks_share_muons_matrices_and_have_the_whole_state(monkeypatch):
@@ -116,29 +126,30 @@ def test_ranks_share_muons_matrices_and_have_the_whole_state(monkeypatch):
     torch.manual_seed(0)
     shapes = [(4, 4), (8, 4), (4, 8), (12, 4), (4, 4)]
     before = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    gradients = [[torch.randn(shape) for shape in shapes] for _ in range(2)]
     expected = copy.deepcopy(before)
     whole = torch.optim.Muon(expected, lr=0.1)
     ranks = [copy.deepcopy(before) for _ in range(3)]
     optimizers = [ShardedMuon(parameters, lr=0.1) for parameters in ranks]
-    for step_gradients in gradients:
-        for p, gradient in zip(expected, step_gradients, strict=True):
-            p.grad = gradient
+    for _ in range(2):
+        gradients = [torch.randn(shape) for shape in shapes]
+        set_gradients(expected, gradients)
         with InFloat32():
             whole.step()
         matrices = [[], [], []]
         for rank in range(3):
             owners = []
-            for p, gradient in zip(ranks[rank], step_gradients, strict=True):
-                p.grad = gradient
+            set_gradients(ranks[rank], gradients)
             optimizers[rank].step()
             changed = [p for p in ranks[rank] if p.grad is not None]
-            assert len(changed) == owners.count(rank) == [2, 2, 1][rank]
+            share = [2, 2, 1][rank]
+            assert len(changed) == share
+            assert owners.count(rank) == share
         # what the broadcasts do
         by_size = sorted(range(5), key=lambda i: -expected[i].numel())
         for parameters in ranks:
             for place, i in enumerate(by_size):
-                parameters[i].data.copy_(matrices[place % 3][place // 3])
+                matrix = matrices[place % 3][place // 3]
+                parameters[i].data.copy_(matrix)
         for parameters, optimizer in zip(ranks, optimizers, strict=True):
             for p, q in zip(parameters, expected, strict=True):
                 assert torch.equal(p, q)

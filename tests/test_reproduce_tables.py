@@ -42,24 +42,29 @@ def test_a_run_evaluated_in_several_ways(reproduced, commands, tmp_path, undrawn
         (trained, trained_control, None, "lssa"),
         (p15, p15_control, 15, "lssa:p15"),
     ):
-        assert measured["p"] == control["p"] == p
+        assert measured["p"] == p
+        assert control["p"] == p
         assert measured["window"] is None
         assert control["window"] == 16
         last = measured["loss"][-1]
         alone = control["loss"][0]
         window = control["loss"][-1]
         gain = min(alone, window) - last
-        assert table["rows"][name]["mean"][4:] == [last, window, gain]
+        mean = table["rows"][name]["mean"]
+        assert mean[4:] == [last, window, gain]
     # the run is shared, and so are its measurements
-    before = (folder / "eval_length.json").read_bytes()
-    assert "lssa" in read_table(reproduced("components", "--only=lssa"))["rows"]
+    measurements = folder / "eval_length.json"
+    before = measurements.read_bytes()
+    other = read_table(reproduced("components", "--only=lssa"))
+    assert "lssa" in other["rows"]
     assert len(commands) == 1
-    assert (folder / "eval_length.json").read_bytes() == before
+    assert measurements.read_bytes() == before
 
 
 def test_headroom(reproduced, scale, commands, tmp_path, undrawn, monkeypatch):
     """Softmax trained at 4 T and 16 T on as many tokens a step, against softmax's own window."""
-    scale.write_text(scale.read_text().replace("block_size = 16", "block_size = 8"))
+    shorter = scale.read_text().replace("block_size = 16", "block_size = 8")
+    scale.write_text(shorter)
     table = read_table(reproduced("headroom"))
     for name, block_size, batch_size in (
         ("softmax", 8, 8),
@@ -72,17 +77,19 @@ def test_headroom(reproduced, scale, commands, tmp_path, undrawn, monkeypatch):
         assert config.total_batch_size == 128
     four, _ = measured_losses(folder_of(tmp_path, "softmax_4t"))
     (sixteen,) = measured_losses(folder_of(tmp_path, "softmax_16t"))
-    assert table["rows"]["softmax_16t"]["mean"] == sixteen["loss"]
-    for column, measured in ((2, four), (4, sixteen)):
-        worth = measured["loss"][0] - measured["loss"][column]
-        assert f"Available at {2**column}x, by seed: {worth:+.4f}." in table["caption"]
+    row = table["rows"]["softmax_16t"]
+    assert row["mean"] == sixteen["loss"]
+    at_4 = four["loss"][0] - four["loss"][2]
+    at_16 = sixteen["loss"][0] - sixteen["loss"][4]
+    assert f"Available at 4x, by seed: {at_4:+.4f}." in table["caption"]
+    assert f"Available at 16x, by seed: {at_16:+.4f}." in table["caption"]
     # and other tables say so beside the gain
     other = read_table(reproduced("loss_by_length", "--only=softmax"))
-    assert other["columns"][-1] == f"gain from context (available: {worth:+.4f})"
-    assert any(text.endswith(f"headroom`), by seed {worth:+.4f}.") for text in other["caption"])
+    assert other["columns"][-1] == f"gain from context (available: {at_16:+.4f})"
+    end = f"headroom`), by seed {at_16:+.4f}."
+    assert any(text.endswith(end) for text in other["caption"])
     assert len(commands) == 3
-    runs = table["rows"]["softmax_16t"]["runs"]
-    assert headroom.available({"softmax_16t": runs}, length=24) == []
+    assert headroom.available({"softmax_16t": row["runs"]}, length=24) == []
 
 
 def test_when_it_is_undecidable_whether_a_model_gains(reproduced, undrawn, monkeypatch):
@@ -92,11 +99,13 @@ def test_when_it_is_undecidable_whether_a_model_gains(reproduced, undrawn, monke
     def last_sentence(gain, spread):
         monkeypatch.setattr(kinds, "gain", lambda measured: gain)
         monkeypatch.setattr(report, "spread", lambda row, column: spread)
-        return read_table(reproduced("loss_by_length", "--only=softmax"))["caption"][-1]
+        table = read_table(reproduced("loss_by_length", "--only=softmax"))
+        return table["caption"][-1]
 
-    assert last_sentence(gain=0, spread=0.2).startswith("Undecidable here,")
-    assert not last_sentence(gain=0, spread=0.05).startswith("Undecidable here,")
-    assert not last_sentence(gain=-0.3, spread=0.2).startswith("Undecidable here,")
+    undecidable = "Undecidable here,"
+    assert last_sentence(gain=0, spread=0.2).startswith(undecidable)
+    assert not last_sentence(gain=0, spread=0.05).startswith(undecidable)
+    assert not last_sentence(gain=-0.3, spread=0.2).startswith(undecidable)
 
 
 def test_passkeys_of_prompts_beyond_the_training_length(reproduced, tmp_path, monkeypatch, undrawn):
@@ -104,7 +113,8 @@ def test_passkeys_of_prompts_beyond_the_training_length(reproduced, tmp_path, mo
     few = functools.partial(kinds.PasskeyOptions, trials=2)
     monkeypatch.setattr(kinds, "PasskeyOptions", few)
     table = read_table(reproduced("passkey", "--only=softmax"))
-    (measured,) = json.loads((folder_of(tmp_path) / "passkey.json").read_text())
+    text = (folder_of(tmp_path) / "passkey.json").read_text()
+    (measured,) = json.loads(text)
     assert list(measured["parts"]) == ["272", "408", "544", "1088", "2176"]
     assert table["columns"][:2] == ["17x, 272", "25.5x, 408"]
     assert table["multiples"][-1] == 136
@@ -142,10 +152,12 @@ def test_figures_end_to_end(reproduced, commands, tmp_path):
         picture = "softmax.png" if name == "attention_maps" else f"{name}.png"
         assert only in read_table(folder)["rows"]
         assert not_blank(folder / picture)
-    row = read_table(tmp_path / "results/small/ssmax_figure4")["rows"]["ssmax"]
+    table = read_table(tmp_path / "results/small/ssmax_figure4")
+    row = table["rows"]["ssmax"]
     assert row["paper"] == [None, -0.008]
-    ssmax = metrics_of(folder_of(tmp_path, "ssmax"))[6]
-    softmax = metrics_of(folder_of(tmp_path, "softmax"))[6]
+    last_step = 6
+    ssmax = metrics_of(folder_of(tmp_path, "ssmax"))[last_step]
+    softmax = metrics_of(folder_of(tmp_path, "softmax"))[last_step]
     assert row["mean"] == [ssmax, pytest.approx(ssmax - softmax)]
 
 
@@ -158,13 +170,18 @@ def test_fading_and_focus_are_the_papers_formulas():
         values, curves = formulas.attention_fading(config_entry(name))
         curve_sizes, curve_values = curves[""]
         sizes = [*formulas.SIZES, *curve_sizes]
-        for n, value in zip(sizes, [*values, *curve_values], strict=True):
+        all_values = [*values, *curve_values]
+        for n, value in zip(sizes, all_values, strict=True):
             base = math.e if name == "softmax" else n**0.43
             others = (n - 1) * base ** (-2 - 3)
             assert value == pytest.approx(1 / (1 + others))
-    names = ["softmax", "ssmax (s = 0.43)", "ssmax (s = 1)"]
-    assert [entry.name for entry in formulas.FOCUS] == names
-    for entry, s in zip(formulas.FOCUS, (None, 0.43, 1), strict=True):
+    expected = {
+        "softmax": None,
+        "ssmax (s = 0.43)": 0.43,
+        "ssmax (s = 1)": 1,
+    }
+    for entry, (name, s) in zip(formulas.FOCUS, expected.items(), strict=True):
+        assert entry.name == name
         values, _ = formulas.attention_focus(entry)
         for n, value in zip(formulas.SIZES, values, strict=True):
             scale = 1 if s is None else s * math.log(n)
@@ -180,12 +197,14 @@ def test_gradient_slopes():
         slopes[name], _ = formulas.gradient_slopes(config_entry(name))
     assert slopes["softmax"][0] == pytest.approx(-1, abs=1e-3)
     assert slopes["lssa"][:2] == pytest.approx([0, -2], abs=1e-3)
+    n = 1024
     x = formulas.HIGHEST
-    K = 1023 * math.log(2)
+    K = (n - 1) * math.log(2)
     exact = -2 * x / (x + K)  # of K / (x + K)^2, which is (A9)
     assert slopes["lssa"][2] == pytest.approx(exact, abs=1e-3)
     a = x / (x + K)
-    growth = 14 * 1024 * a * (1 - a) / (1024 * a - 1)  # of r^14
+    r = n * a - 1
+    growth = 14 * n * a * (1 - a) / r  # of r^14
     assert slopes["lssar_p15"][2] == pytest.approx(exact + growth, abs=1e-2)
 
 
@@ -196,10 +215,12 @@ def test_entropy_of_random_rows(monkeypatch):
     k = torch.randn(64, 64, generator=generator, dtype=torch.float64)
     expected = []
     for n in (16, 64):
-        weights = (q @ k[:n].T / 8).softmax(-1)
-        entropies = -(weights * weights.log()).sum(-1)
+        scores = q @ k[:n].T / 8
+        A = scores.softmax(-1)
+        entropies = -(A * A.log()).sum(-1)
         expected.append(entropies.mean().item())
-    slope = (expected[1] - expected[0]) / math.log(64 / 16)
+    at_16, at_64 = expected
+    slope = (at_64 - at_16) / math.log(64 / 16)
     values, _ = formulas.random_entropy(config_entry("softmax"))
     assert values == pytest.approx([*expected, slope])
 
@@ -213,16 +234,18 @@ def test_heads_whose_queries_are_all_dead_have_no_entropy():
 
 
 def run_in(folder):
-    return PlannedRun("softmax", small_config("softmax.py", f"--out_dir={folder}"), arguments=[])
+    config = small_config("softmax.py", f"--out_dir={folder}")
+    return PlannedRun("softmax", config, arguments=[])
 
 
 def test_learnt_p_is_fitted_without_p_1(tmp_path):
     model = build_model(small_config("ablations/ssmax_probe.py"))
+    of_layers = [value for name, value in model.named_parameters() if name.endswith("p_n")]
+    p_n = of_layers[0]
+    assert set(p_n.tolist()) == {SSMAX["figure2"]["p_n"]}
+    n = torch.arange(1.0, 17)
     with torch.no_grad():
-        parameters = dict(model.named_parameters())
-        p_n = next(value for name, value in parameters.items() if name.endswith("p_n"))
-        assert set(p_n.tolist()) == {SSMAX["figure2"]["p_n"]}
-        p_n.copy_(2 * torch.arange(1.0, 17).log() + 3)
+        p_n.copy_(2 * n.log() + 3)
         p_n[0] = 100
     run = run_in(saved_run(tmp_path / "run", model))
     values, curves = metrics.learned_p(run)
@@ -233,22 +256,27 @@ def test_learnt_p_is_fitted_without_p_1(tmp_path):
 
 def test_curves_of_metrics(tmp_path):
     def write(name, key, values):
-        (tmp_path / name).mkdir()
-        with open(tmp_path / name / "metrics.jsonl", "w") as file:
-            print(json.dumps({"step": 0, "val_loss": 5.0}), file=file)
-            for step, value in enumerate(values, 1):
-                print(json.dumps({"step": step, key: value}), file=file)
-        return run_in(tmp_path / name)
+        folder = tmp_path / name
+        folder.mkdir()
+        entries = [{"step": 0, "val_loss": 5.0}]
+        for step, value in enumerate(values, 1):
+            entries.append({"step": step, key: value})
+        with open(folder / "metrics.jsonl", "w") as file:
+            for entry in entries:
+                print(json.dumps(entry), file=file)
+        return run_in(folder)
 
-    losses = [5 - 0.001 * step for step in range(1000)]
-    softmax = write("a", "loss", losses)
-    ssmax = write("b", "loss", [loss - 0.01 for loss in losses])
+    losses = 5 - 0.001 * np.arange(1000)
+    lower = losses - 0.01
+    softmax = write("a", "loss", losses.tolist())
+    ssmax = write("b", "loss", lower.tolist())
     values, curves = metrics.learning_curve(ssmax, softmax)
-    last_tenth = np.mean(losses[-100:]) - 0.01
+    last_tenth = lower[-100:].mean()
     assert values == pytest.approx([last_tenth, -0.01])
     steps, means = curves["loss"]
+    of_ten_steps = lower.reshape(100, 10)
     assert steps == list(range(10, 1001, 10))
-    assert means == pytest.approx(np.reshape(losses, (100, 10)).mean(1) - 0.01)
+    assert means == pytest.approx(of_ten_steps.mean(1))
     # after two steps of warm-up, clipped at 1
     run = write("c", "grad_norm", [90.0, 80.0, 0.5, 4.0, 0.2, 0.9])
     values, curves = metrics.gradient_norms(run)

@@ -22,21 +22,27 @@ TIED = 16 * 2.0**-23
 
 def attention(layer, q, k, v, context=NO_CONTEXT):
     """The output [B, H, Lq, d] of a layer, from its settings and parameters alone."""
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    return weights(layer, q, k, context).to(v.dtype) @ v
+    v = for_each_query(q, v)
+    A = weights(layer, q, k, context)
+    return A.to(v.dtype) @ v
 
 
 def weights(layer, q, k, context=NO_CONTEXT):
     """The weights [B, H, Lq, Lk] of a layer; the queries are the last Lq of Lk positions."""
     names = {id(variant): name for name, variant in VARIANTS.items()}
     name = names[id(layer.variant)]
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    t = Textbook(layer, q, k, context)
+    t = Textbook(layer, q, for_each_query(q, k), context)
     assert name in FORMULAS, f"write the formula of {name} into FORMULAS of tests/textbook.py"
     A = FORMULAS[name](t)
     if layer.p is not None:
         A = t.reweighted(A, layer.p)
     return A[..., : k.shape[2]]  # without the sink
+
+
+def for_each_query(q, shared):
+    """Keys or values with as many heads as q: groups of query heads share one."""
+    group_size = q.shape[1] // shared.shape[1]
+    return shared.repeat_interleave(group_size, dim=1)
 
 
 class Textbook:
@@ -53,11 +59,14 @@ class Textbook:
         Lq = q.shape[2]
         Lk = k.shape[2]
         position = torch.arange(Lk, device=q.device)
-        self.distance = position[Lk - Lq :, None] - position  # [Lq, Lk]
-        self.visible = (self.distance >= 0) & (self.distance < (layer.window or Lk))
+        position_of_queries = position[Lk - Lq :]
+        self.distance = position_of_queries[:, None] - position  # [Lq, Lk]
+        is_in_window = self.distance < (layer.window or Lk)
+        self.visible = (self.distance >= 0) & is_in_window
         positions = context.document_positions
-        if positions is not None:  # [B, 1, Lq, Lk]
-            self.visible = self.visible & (self.distance <= positions[:, None, :, None])
+        if positions is not None:
+            is_in_document = self.distance <= positions[:, None, :, None]  # [B, 1, Lq, Lk]
+            self.visible = self.visible & is_in_document
         count = self.visible.sum(-1, keepdim=True)  # [.., Lq, 1]
         self.n = count.to(q.dtype)
         self.log_n = count.double().log().to(q.dtype)
@@ -67,18 +76,22 @@ class Textbook:
         if layer.has_sink and self.sink is None:
             self.sink = q.new_zeros(q.shape[1], 1, 1)
         if layer.p_n is not None:
-            self.p_n = layer.p_n.to(q.dtype)[count.clamp_max(self.L) - 1]
+            index = count.clamp_max(self.L) - 1
+            self.p_n = layer.p_n.to(q.dtype)[index]
         zero = q.new_zeros(q.shape[:3])
         self.u = context.row_inputs.get("u", zero)[..., None]  # [B, H, Lq, 1]
         self.w = context.row_inputs.get("w", zero)[..., None]
 
     def z(self, factor=1.0, bias=0.0):
         """factor q . k / sqrt(d) + bias, and what the settings of the layer add."""
-        return self.with_settings(factor * (self.q @ self.k.mT) / math.sqrt(self.d), bias)
+        products = self.q @ self.k.mT
+        return self.with_settings(factor * products / math.sqrt(self.d), bias)
 
     def cosines(self):
         """LSSA's scores, log d log n cos(q, k)."""
-        cosines = F.normalize(self.q, dim=-1) @ F.normalize(self.k, dim=-1).mT
+        unit_q = F.normalize(self.q, dim=-1)
+        unit_k = F.normalize(self.k, dim=-1)
+        cosines = unit_q @ unit_k.mT
         return self.with_settings(math.log(self.d) * self.log_n * cosines, 0.0)
 
     def with_settings(self, z, bias):
@@ -87,21 +100,30 @@ class Textbook:
         if c is not None:  # Gemma 2
             z = c * torch.tanh(z / c)
         z = z + bias
-        H = self.layer.alibi_heads
-        if H:  # 2^(-8 h / H) of the last H heads (Press et al. 2021)
-            h = torch.arange(1, H + 1, dtype=z.dtype, device=z.device)
-            no_slopes = z.new_zeros(z.shape[1] - H)
-            slopes = torch.cat((no_slopes, 2 ** (-8 * h / H)))
-            z = z - slopes[:, None, None] * self.distance
-        if self.context.log_forget is not None:  # FoX: log f_(j+1) + .. + log f_i
-            total = self.context.log_forget.to(z.dtype).cumsum(-1)
-            total_of_queries = total[..., -z.shape[2] :]
-            z = z + (total_of_queries[..., None] - total[..., None, :])
+        if self.layer.alibi_heads:
+            z = z - self.slopes(z) * self.distance
+        if self.context.log_forget is not None:
+            z = z + self.log_remembered(z)
         return z
+
+    def slopes(self, z):
+        """ALiBi's 2^(-8 h / H) of the last H heads (Press et al. 2021), [heads, 1, 1]."""
+        H = self.layer.alibi_heads
+        h = torch.arange(1, H + 1, dtype=z.dtype, device=z.device)
+        slopes = 2 ** (-8 * h / H)
+        no_slopes = z.new_zeros(z.shape[1] - H)
+        return torch.cat((no_slopes, slopes))[:, None, None]
+
+    def log_remembered(self, z):
+        """FoX's log f_(j+1) + .. + log f_i, for query i and key j."""
+        total = self.context.log_forget.to(z.dtype).cumsum(-1)
+        total_of_queries = total[..., -z.shape[2] :]
+        return total_of_queries[..., None] - total[..., None, :]
 
     def phi(self, function, z):
         """phi(z), 0 for hidden keys."""
-        return function(z.masked_fill(~self.visible, 0)) * self.visible
+        z = z.masked_fill(~self.visible, 0)
+        return function(z) * self.visible
 
     def l1(self, function, z):
         """phi(z) over its row's sum of |phi|; a sink is one more key, in the last column."""
@@ -114,28 +136,35 @@ class Textbook:
         if function is torch.exp:
             return torch.softmax(scores, -1)
         if function in (torch.sigmoid, softplus):  # exp(z) (1 + O(exp(z))) far below 0
-            low = scores.amax(-1, keepdim=True) < -40
-            return torch.where(low, torch.softmax(scores, -1), l1(a.masked_fill(low, 1)))
+            is_low = scores.amax(-1, keepdim=True) < -40
+            softmax = torch.softmax(scores, -1)
+            shares = l1(a.masked_fill(is_low, 1))
+            return torch.where(is_low, softmax, shares)
         return l1(a)
 
     def softmax(self, z):
         return self.l1(torch.exp, z)
 
     def tied(self, A):
-        return self.n * A.detach().amax(-1, keepdim=True) <= 1 + TIED
+        top = A.detach().amax(-1, keepdim=True)
+        return self.n * top <= 1 + TIED
 
     def reweighted(self, A, p):
         """relu(n A - o)^p, then l1 (LSSAR Eq. 5; o from Algorithm 1)."""
-        o = ((self.n > 3) & ~self.tied(A)).to(A.dtype)
+        is_recentred = (self.n > 3) & ~self.tied(A)
+        o = is_recentred.to(A.dtype)
         x = torch.relu(self.n * A - o)
-        top = x.detach().amax(-1, keepdim=True)  # cancelled by l1
-        return l1((x / torch.where(top > 0, top, 1)) ** p)
+        top = x.detach().amax(-1, keepdim=True)
+        top = torch.where(top > 0, top, 1)  # cancelled by l1
+        return l1((x / top) ** p)
 
     def recentred(self, A):
-        return torch.where(self.n > 3, A - self.visible / self.n, A)
+        mean = self.visible / self.n
+        return torch.where(self.n > 3, A - mean, A)
 
     def recentred_l1(self, A):
-        return l1(torch.where(self.tied(A), A, self.recentred(A)))
+        recentred = self.recentred(A)
+        return l1(torch.where(self.tied(A), A, recentred))
 
     def thresholded(self, A):
         passes = (self.n * A > 1) | (self.n <= 3) | self.tied(A)
@@ -153,9 +182,10 @@ class Textbook:
         low = high - 1
         for _ in range(100):
             tau = (low + high) / 2
-            total = torch.relu(z.detach() - tau).pow(power).sum(-1, keepdim=True)
-            low = torch.where(total > 1, tau, low)
-            high = torch.where(total > 1, high, tau)
+            A = torch.relu(z.detach() - tau).pow(power)
+            is_above_1 = A.sum(-1, keepdim=True) > 1
+            low = torch.where(is_above_1, tau, low)
+            high = torch.where(is_above_1, high, tau)
         support = z > high
         k = support.sum(-1, keepdim=True).to(z.dtype)
         z = z.masked_fill(~support, 0)
@@ -163,38 +193,47 @@ class Textbook:
         if power == 1:
             tau = mean - 1 / k
         else:
-            squares = (z - mean).square().masked_fill(~support, 0).sum(-1, keepdim=True)
-            tau = mean - ((1 - squares) / k).sqrt()
-        return (z - tau).pow(power).masked_fill(~support, 0)
+            squares = (z - mean).square().masked_fill(~support, 0)
+            total = squares.sum(-1, keepdim=True)
+            tau = mean - ((1 - total) / k).sqrt()
+        A = (z - tau).pow(power)
+        return A.masked_fill(~support, 0)
 
     def asentmax(self):
         beta = softplus(self.u)
         gamma = 2 * torch.tanh(self.w)
-        return self.entmax(self.z(1 + beta * (self.n + 1).log() ** gamma), 2)
+        scale = 1 + beta * (self.n + 1).log() ** gamma
+        return self.entmax(self.z(scale), 2)
 
     def stick_breaking(self, z):
         """The last key before the row's own takes sigmoid(z) of the stick, the next of the rest."""
         rest = torch.ones_like(z[..., 0])
         columns = []
         for j in reversed(range(z.shape[-1])):
-            visible = self.visible[..., j] & (self.distance[:, j] > 0)
-            columns.append(rest * torch.sigmoid(z[..., j]) * visible)
-            rest = rest * torch.where(visible, torch.sigmoid(-z[..., j]), 1)
+            is_earlier = self.distance[:, j] > 0
+            visible = self.visible[..., j] & is_earlier
+            taken = torch.sigmoid(z[..., j])
+            left = torch.sigmoid(-z[..., j])
+            columns.append(rest * taken * visible)
+            rest = rest * torch.where(visible, left, 1)
         return torch.stack(columns[::-1], -1)
 
     def adaptive_temperature(self, z):
         A = self.softmax(z)
         log_A = A.masked_fill(A == 0, 1).log()
         x = -(A * log_A).sum(-1, keepdim=True)  # the entropy
-        beta = -0.037 * x**4 + 0.481 * x**3 - 2.3 * x**2 + 4.917 * x - 1.791
-        return self.softmax(z * torch.where(x > 0.5, beta.clamp_min(1), 1))
+        polynomial = -0.037 * x**4 + 0.481 * x**3 - 2.3 * x**2 + 4.917 * x - 1.791
+        beta = torch.where(x > 0.5, polynomial.clamp_min(1), 1)
+        return self.softmax(z * beta)
 
     def scale_invariant(self, z):
         """a_t z + m_t with alpha and beta for which a_0 = 1 and m_0 = 0 (Anson et al. 2025)."""
-        alpha = beta = math.exp(0.5)
+        alpha = math.exp(0.5)
+        beta = alpha
         tau = 10
         t = self.distance.clamp_min(0).to(z.dtype)
-        a = (2 * ((t / tau + 1).log() - math.log(alpha) + beta / alpha)).sqrt()
+        log_growth = (t / tau + 1).log() - math.log(alpha)
+        a = (2 * (log_growth + beta / alpha)).sqrt()
         m = -(a**2) + beta / alpha
         return self.softmax(a * z + m)
 
@@ -208,7 +247,8 @@ def by_head(scalars, q):
 
 def l1(A):
     total = A.abs().sum(-1, keepdim=True)
-    return A / torch.where(total > DEAD, total, math.inf)
+    total = torch.where(total > DEAD, total, math.inf)
+    return A / total
 
 
 def softplus(z):

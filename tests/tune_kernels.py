@@ -36,8 +36,8 @@ from runtime.config_files import load_config
 
 Shape = tuple[int, int, int, int]  # queries, keys, warps, stages
 SHAPES: dict[str, list[Shape]] = {
-    launch.FORWARD: [*itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))],
-    launch.KEYS: [*itertools.product((32, 64, 128), (64, 128), (4, 8), (1, 2, 3))],
+    launch.FORWARD: list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))),
+    launch.KEYS: list(itertools.product((32, 64, 128), (64, 128), (4, 8), (1, 2, 3))),
 }
 # Names of the Triton kernels, as the profiler has them.
 NAMES = {launch.FORWARD: "forward_", launch.KEYS: "backward_keys"}
@@ -77,18 +77,24 @@ def main() -> None:
     sizes = Sizes(options.batch_size, options.n_head, options.length, options.head_size)
     jobs = []
     for config, kernel in itertools.product(options.configs, SHAPES):
-        jobs += [Job(config, kernel, shape, sizes) for shape in (None, *SHAPES[kernel])]
+        for shape in (None, *SHAPES[kernel]):
+            jobs.append(Job(config, kernel, shape, sizes))
     compile_all(jobs)
     times = time_all(jobs, time.monotonic() + options.seconds)
     report(times)
     if options.out:
-        rows = [[*job[:3], *sizes, result] for job, result in times.items()]
+        rows = []
+        for job, result in times.items():
+            rows.append([job.config, job.kernel, job.shape, *sizes, result])
         options.out.write_text(json.dumps(rows, indent=1))
 
 
 def compile_all(jobs: list[Job]) -> None:
     """Compile the kernels into Triton's cache, for a single sequence."""
-    small = [job._replace(sizes=job.sizes._replace(B=1)) for job in jobs]
+    small = []
+    for job in jobs:
+        single = job.sizes._replace(B=1)
+        small.append(job._replace(sizes=single))
     workers = max(1, (os.cpu_count() or 2) - 2)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(tqdm(pool.map(attempt, small), "compiling", len(small)))
@@ -118,7 +124,8 @@ def attempt(job: Job) -> float | str:
     try:
         return kernel_ms(job)
     except Exception as error:  # whatever Triton raises
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        message = " ".join(str(error).split())
+        return f"{type(error).__name__}: {message[:200]}"
 
 
 # ---- in a process of its own ----
@@ -129,7 +136,8 @@ def attention_and_inputs(config: str, sizes: Sizes) -> tuple[Attention, Tensor]:
     """The attention of a config's first layer, and q, k, v and a gradient [4, B, H, L, d]."""
     width = sizes.H * sizes.d
     settings = [f"--n_head={sizes.H}", f"--n_embd={width}", "--attention_impl=triton"]
-    layer = build_attention(load_config([config, *settings]), layer=0).cuda()
+    loaded = load_config([config, *settings])
+    layer = build_attention(loaded, layer=0).cuda()
     packed = torch.randn(sizes.B, sizes.L, 4, sizes.H, sizes.d, device="cuda")
     return layer, packed.bfloat16().permute(2, 0, 3, 1, 4)
 
@@ -144,7 +152,8 @@ def evaluate(config: str, sizes: Sizes) -> list[Tensor]:
     layer, (*inputs, gradient) = attention_and_inputs(config, sizes)
     q, k, v = (x.detach().requires_grad_() for x in inputs)
     out = layer(q, k, v)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), gradient)]
+    gradients = torch.autograd.grad(out, (q, k, v), gradient)
+    return [out.detach(), *gradients]
 
 
 def kernel_ms(job: Job) -> float:
@@ -156,10 +165,13 @@ def kernel_ms(job: Job) -> float:
     table = launch.SHAPES[kind]
     if job.shape is not None:
         launch.SHAPES[kind] = table | {job.kernel: {128: job.shape}}
+    allowed = (8 + (layer.p or 0)) * ROUNDING
     try:
-        for value, other in zip(evaluate(job.config, job.sizes), reference, strict=True):
-            error = float((value - other).float().norm() / other.float().norm())
-            if not error <= (8 + (layer.p or 0)) * ROUNDING:
+        found = evaluate(job.config, job.sizes)
+        for value, other in zip(found, reference, strict=True):
+            difference = (value - other).float().norm()
+            error = float(difference / other.float().norm())
+            if not error <= allowed:
                 raise ValueError(f"differs from today's shape by {error:.2g}")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(10):
@@ -167,24 +179,29 @@ def kernel_ms(job: Job) -> float:
             torch.cuda.synchronize()
     finally:
         launch.SHAPES[kind] = table
-    events = [event for event in profile.events() if event.name.startswith(NAMES[job.kernel])]
-    return statistics.median(event.device_time for event in events) / 1000
+    microseconds = []
+    for event in profile.events():
+        if event.name.startswith(NAMES[job.kernel]):
+            microseconds.append(event.device_time)
+    return statistics.median(microseconds) / 1000
 
 
 # ---- the report ----
 
 
 def report(results: dict[Job, float | str]) -> None:
-    for group in dict.fromkeys((job.config, job.kernel) for job in results):
-        times = {}
-        for job, result in results.items():
-            if (job.config, job.kernel) == group and not isinstance(result, str):
-                times[job.shape] = result
+    groups: dict[tuple[str, str], dict[Shape | None, float]] = {}
+    for job, result in results.items():
+        times = groups.setdefault((job.config, job.kernel), {})
+        if not isinstance(result, str):
+            times[job.shape] = result
+    for (config, kernel), times in groups.items():
         today = times.pop(None, None)
-        print(f"\n{Path(group[0]).stem}, {group[1]}: {len(times)} shapes")
+        print(f"\n{Path(config).stem}, {kernel}: {len(times)} shapes")
         if today is not None:
             print(f"  {today:.3f} ms  today's")
-        for shape, ms in sorted(times.items(), key=lambda item: item[1])[:PRINTED]:
+        fastest = sorted(times.items(), key=lambda item: item[1])
+        for shape, ms in fastest[:PRINTED]:
             print(f"  {ms:.3f} ms  {shape}")
 
 
