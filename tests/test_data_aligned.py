@@ -29,17 +29,27 @@ def shards_of(lengths, leading, first_id=1):
     return tokens, starts
 
 
+def training_shards():
+    """The tokens of each training shard, and where its documents begin."""
+    shards = []
+    for lengths, leading in zip(LENGTHS, LEADING, strict=True):
+        first_id = 200 * (len(shards) + 1)
+        shards.append(shards_of(lengths, leading, first_id))
+    return shards
+
+
 @pytest.fixture
 def data_dir(tmp_path):
-    for i, (lengths, leading) in enumerate(zip(LENGTHS, LEADING, strict=True), start=1):
-        tokens, _ = shards_of(lengths, leading, first_id=200 * i)
-        write_shard(tmp_path / f"x_train_{i:06d}.bin", tokens)
-    write_shard(tmp_path / "x_val_000000.bin", np.arange(1000, 1050, dtype=np.uint16))
+    for number, (tokens, _) in enumerate(training_shards(), start=1):
+        write_shard(tmp_path / f"x_train_{number:06d}.bin", tokens)
+    val = np.arange(1000, 1050, dtype=np.uint16)
+    write_shard(tmp_path / "x_val_000000.bin", val)
     return tmp_path
 
 
 def open_aligned(data_dir, batch_size, **more):
-    return AlignedLoader(data_dir, Batching(T, batch_size, **more), 1050, END)
+    batching = Batching(T, batch_size, **more)
+    return AlignedLoader(data_dir, batching, 1050, END)
 
 
 def packed_by_hand(documents, size):
@@ -49,13 +59,14 @@ def packed_by_hand(documents, size):
     window = []
     while left:
         space = size - len(window)
-        fitting = [document for document in left if len(document) <= space]
+        lengths = [len(document) for document in left]
+        fitting = [length for length in lengths if length <= space]
         if fitting:
-            longest = max(map(len, fitting))
-            i = [len(document) for document in left].index(longest)
+            best_length = max(fitting)
         else:
-            i = min(range(len(left)), key=lambda i: len(left[i]))
-        window += left.pop(i)[:space]
+            best_length = min(lengths)  # what does not fit is cropped
+        document = left.pop(lengths.index(best_length))
+        window += document[:space]
         if len(window) == size:
             windows.append(window)
             window = []
@@ -64,36 +75,47 @@ def packed_by_hand(documents, size):
 
 def expected_windows():
     windows = []
-    for i, (lengths, leading) in enumerate(zip(LENGTHS, LEADING, strict=True), start=1):
-        tokens, starts = shards_of(lengths, leading, first_id=200 * i)
-        documents = [document.tolist() for document in np.split(tokens, starts)[1:]]
-        windows += packed_by_hand(documents, T + 1)
+    for tokens, starts in training_shards():
+        _, *documents = np.split(tokens, starts)
+        windows += packed_by_hand([document.tolist() for document in documents], T + 1)
     return windows
 
 
 def joined(batches):
     """The tokens of all batches, [n, T + 1]."""
-    return torch.cat([torch.cat((x, y[:, -1:]), dim=1) for x, y in batches])
+    windows = []
+    for x, y in batches:
+        last = y[:, -1:]
+        windows.append(torch.cat((x, last), dim=1))
+    return torch.cat(windows)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
 def test_best_fit_is_the_best_fit_by_hand(size):
     rng = np.random.default_rng(size)
     for n in (1, 2, 5, 40):
-        lengths = rng.integers(1, 1 + rng.choice([3, 2 * size + 1]), n)
+        longest = rng.choice([3, 2 * size + 1])
+        lengths = rng.integers(1, 1 + longest, n)
         # a token is its document and its place there
-        documents = [[(d, i) for i in range(length)] for d, length in enumerate(lengths)]
-        expected = packed_by_hand(documents, size)
+        documents = []
+        for number, length in enumerate(lengths):
+            documents.append([(number, place) for place in range(length)])
+        expected = []
+        for window in packed_by_hand(documents, size):
+            expected += window
         order, kept = best_fit(lengths, size)
-        actual = [(d, i) for d, count in zip(order, kept, strict=True) for i in range(count)]
-        assert actual == [token for window in expected for token in window]
+        actual = []
+        for number, count in zip(order, kept, strict=True):
+            actual += [(number, place) for place in range(count)]
+        assert actual == expected
 
 
 def test_an_epoch_has_each_window_once(data_dir):
     windows = sorted(expected_windows())
     loader = open_aligned(data_dir, 4, seed=0)
     n = loader.n_windows
-    assert n == len(windows) == 13
+    assert n == 13
+    assert len(windows) == 13
     tokens = joined(loader.batch(step) for step in range(n))
     assert (tokens[:, 0] == END).all()
     epochs = tokens.view(4, n, T + 1).tolist()
@@ -101,31 +123,36 @@ def test_an_epoch_has_each_window_once(data_dir):
         assert sorted(epoch) == windows
     assert epochs[0] != epochs[1]
     x, y = loader.batch(0)
-    assert x.dtype == y.dtype == torch.int64
+    assert x.dtype == torch.int64
+    assert y.dtype == torch.int64
     assert torch.equal(x[:, 1:], y[:, :-1])
 
 
 def test_used_and_cropped_tokens_are_all_tokens(data_dir):
     loader = open_aligned(data_dir, 4, seed=0)
-    assert loader.tokens == sum(map(sum, LENGTHS)) + sum(LEADING)
+    in_documents = sum(sum(lengths) for lengths in LENGTHS)
+    assert loader.tokens == in_documents + sum(LEADING)
     used = loader.n_windows * (T + 1)
-    assert used + loader.cropped * loader.tokens == pytest.approx(loader.tokens)
+    cropped = loader.cropped * loader.tokens
+    assert used + cropped == pytest.approx(loader.tokens)
 
 
 def test_batches_depend_on_seed_and_step_alone(data_dir):
     whole = open_aligned(data_dir, 8, seed=3)
     expected = [whole.batch(step) for step in range(12)]
     for world_size in (1, 2, 4):
-        ranks = [
-            open_aligned(data_dir, 8, seed=3, rank=rank, world_size=world_size)
-            for rank in range(world_size)
-        ]
+        ranks = []
+        for rank in range(world_size):
+            ranks.append(open_aligned(data_dir, 8, seed=3, rank=rank, world_size=world_size))
         for step in (7, 8, 2, 2, 11, 0):
             shares = [loader.batch(step) for loader in ranks]
-            for actual, exact in zip(zip(*shares, strict=True), expected[step], strict=True):
-                assert torch.equal(torch.cat(actual), exact)
+            xs, ys = zip(*shares, strict=True)
+            expected_x, expected_y = expected[step]
+            assert torch.equal(torch.cat(xs), expected_x)
+            assert torch.equal(torch.cat(ys), expected_y)
     other_seed, _ = open_aligned(data_dir, 8, seed=4).batch(0)
-    assert not torch.equal(other_seed, expected[0][0])
+    first_x, _ = expected[0]
+    assert not torch.equal(other_seed, first_x)
 
 
 def test_validation_stays_in_the_stream(data_dir):
@@ -133,14 +160,15 @@ def test_validation_stays_in_the_stream(data_dir):
     stream = TokenLoader(data_dir, batching, 1050)
     aligned = open_aligned(data_dir, 4, seed=0)
     assert aligned.val_tokens == stream.val_tokens
-    batches = [list(loader.validation_batches(49, 4)) for loader in (stream, aligned)]
-    assert torch.equal(*map(joined, batches))
+    expected = joined(stream.validation_batches(49, 4))
+    assert torch.equal(joined(aligned.validation_batches(49, 4)), expected)
 
 
 def test_documents_are_counted_in_aligned_windows(data_dir):
     windows = np.array(expected_windows())[:, :T]
+    documents = (windows == END).sum()
     measured = open_aligned(data_dir, 4, seed=0).measure_documents(END)
-    assert measured.per_window == pytest.approx((windows == END).sum() / len(windows))
+    assert measured.per_window == pytest.approx(documents / len(windows))
     assert measured.shards_without == ["x_val_000000.bin"]
 
 
@@ -171,10 +199,11 @@ def test_a_run_says_what_is_cropped_and_validates_on_the_same(train, documents, 
     stream = train("stream", *settings)
     capsys.readouterr()
     aligned = train("aligned", *settings, "--align_documents")
+    printed = capsys.readouterr().out
     loader = AlignedLoader(documents, Batching(16, 8, 0), 257, 256)
-    says = f"windows begin at a document: {loader.cropped:.1%} of the training tokens are cropped"
     assert 0 < loader.cropped < 0.5
-    assert says in capsys.readouterr().out
+    says = f"windows begin at a document: {loader.cropped:.1%} of the training tokens are cropped"
+    assert says in printed
     assert metrics(aligned, "val_loss")[0] == metrics(stream, "val_loss")[0]
     assert metrics(aligned)[1] != metrics(stream)[1]
 
@@ -193,5 +222,6 @@ def test_text_in_turn_with_recall_is_aligned(train, documents, capsys):
     settings = ["configs/ssmax.py", f"--data_dir={documents}", "--align_documents"]
     longer = ["--block_size=64", "--total_batch_size=512", "--max_iters=2"]
     train("run", *settings, *longer, "--task=language+recall")
+    printed = capsys.readouterr().out
     loader = AlignedLoader(documents, Batching(64, 8, 0), 257, 256)
-    assert f"{loader.cropped:.1%} of the training tokens are cropped" in capsys.readouterr().out
+    assert f"{loader.cropped:.1%} of the training tokens are cropped" in printed

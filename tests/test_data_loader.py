@@ -13,6 +13,7 @@ from data.loader import Batching, TokenLoader, shuffled, validation_tokens
 from errors import UserError
 
 T = 8
+# of the first and the third shard; the second has no whole window
 WINDOW_STARTS = [*range(0, 96, T), *range(109, 109 + 56, T)]
 
 
@@ -30,7 +31,16 @@ def data_dir(tmp_path):
 
 
 def open_loader(data_dir, batch_size, **more):
-    return TokenLoader(data_dir, Batching(T, batch_size, **more), vocab_size=1050)
+    batching = Batching(T, batch_size, **more)
+    return TokenLoader(data_dir, batching, vocab_size=1050)
+
+
+def open_ranks(data_dir, batch_size, world_size, **more):
+    """The loader of each process."""
+    loaders = []
+    for rank in range(world_size):
+        loaders.append(open_loader(data_dir, batch_size, rank=rank, world_size=world_size, **more))
+    return loaders
 
 
 def joined(batches):
@@ -41,16 +51,18 @@ def joined(batches):
 
 def assert_numbered(x, y):
     """Tokens that are numbered through follow each other in x, and from x to y."""
-    assert torch.equal(x, x[:, :1] + torch.arange(T))
+    first = x[:, :1]
+    assert torch.equal(x, first + torch.arange(T))
     assert torch.equal(y, x + 1)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 10, 255, 256, 257, 1000, 65537])
 def test_shuffled_is_a_bijection(n):
+    places = np.arange(n)
+    middle = np.array([n // 2])
     for seed, epoch in ((0, 0), (0, 1), (1337, 5)):
-        order = shuffled(np.arange(n), n, seed, epoch)
-        assert np.array_equal(np.sort(order), np.arange(n))
-        middle = np.array([n // 2])
+        order = shuffled(places, n, seed, epoch)
+        assert np.array_equal(np.sort(order), places)
         assert shuffled(middle, n, seed, epoch) == order[middle]
 
 
@@ -64,7 +76,8 @@ def test_shuffled_is_fixed_for_ever():
 
 def test_every_window_once_an_epoch_in_an_order_of_its_own(data_dir):
     loader = open_loader(data_dir, 4, seed=0)
-    assert (loader.n_windows, loader.tokens) == (19, 166)
+    assert loader.n_windows == 19
+    assert loader.tokens == 166
     # 19 batches of 4 are 4 epochs of 19, and most epochs end inside a batch
     x, y = joined([loader.batch(step) for step in range(19)])
     for tensor in (x, y):
@@ -75,7 +88,8 @@ def test_every_window_once_an_epoch_in_an_order_of_its_own(data_dir):
     epochs = x[:, 0].reshape(4, 19).tolist()
     for epoch in epochs:
         assert sorted(epoch) == WINDOW_STARTS
-    assert len(set(map(tuple, epochs))) == 4
+    orders = {tuple(epoch) for epoch in epochs}
+    assert len(orders) == 4
     other_seed, _ = open_loader(data_dir, 4, seed=1).batch(0)
     assert not torch.equal(other_seed, x[:4])
 
@@ -83,10 +97,7 @@ def test_every_window_once_an_epoch_in_an_order_of_its_own(data_dir):
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_the_same_global_batch_for_any_number_of_processes(data_dir, world_size):
     whole = open_loader(data_dir, 16, seed=3)
-    ranks = [
-        open_loader(data_dir, 16, seed=3, rank=rank, world_size=world_size)
-        for rank in range(world_size)
-    ]
+    ranks = open_ranks(data_dir, 16, world_size, seed=3)
     for step in (0, 1, 2, 100):
         shares = [loader.batch(step) for loader in ranks]
         for x, _ in shares:
@@ -99,7 +110,10 @@ def test_the_same_global_batch_for_any_number_of_processes(data_dir, world_size)
 
 def test_any_step_at_any_time(data_dir):
     straight = open_loader(data_dir, 4, seed=5)
-    expected = [straight.batch(step)[0] for step in range(30)]
+    expected = []
+    for step in range(30):
+        x, _ = straight.batch(step)
+        expected.append(x)
     jumping = open_loader(data_dir, 4, seed=5)
     for step in (7, 8, 9, 3, 3, 4, 29, 0, 1, 1):
         x, _ = jumping.batch(step)
@@ -131,18 +145,23 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_batch(data_dir):
     tokens[T + 3 : T + 5] = 1050
     shards.write_shard(path, tokens)
     loader = open_loader(data_dir, 1, seed=0)
-    spans = [loader._spans(loader._windows(step)).tolist() for step in range(19)]
-    bad = spans.index([[2, T, T + 1]])
+    spans = []
     for step in range(19):
-        if step != bad:
+        windows = loader._windows(step)
+        spans.append(loader._spans(windows).tolist())
+    second_window = [2, T, T + 1]  # of the third shard
+    bad_step = spans.index([second_window])
+    for step in range(19):
+        if step != bad_step:
             loader.batch(step)
     with pytest.raises(UserError, match=f"{path}: token {T + 3} is 1050, .* 0 to 1049"):
-        loader.batch(bad)
+        loader.batch(bad_step)
     val = np.array([7, 1050, 1050], dtype=np.uint16)
     shards.write_shard(data_dir / "x_val_000001.bin", val)
     with pytest.raises(UserError, match="x_val_000001.bin: token 1 is 1050, .* 0 to 1049"):
         loader.validation_batches(24, 4)
-    assert len(list(loader.validation_batches(19, 4))) == 1  # without that shard
+    without_that_shard = list(loader.validation_batches(19, 4))
+    assert len(without_that_shard) == 1
 
 
 def test_a_shard_that_shrinks_is_refused(data_dir):
@@ -158,8 +177,9 @@ def test_only_headers_and_windows_are_read(tmp_path, request):
     They are more files than a process may open at first.
     """
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = limits
     request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard_limit))
     header = np.zeros(256, dtype="<i4")
     header[:3] = [20240520, 1, 10**8]
     for k in range(1000):
@@ -181,16 +201,19 @@ def test_too_little_is_refused(data_dir):
     message = f"{data_dir}: an epoch has 166 tokens, .* at least 161 tokens"
     with pytest.raises(UserError, match=message):
         open_loader(data_dir, 20, seed=0)
+    loader = TokenLoader(data_dir, Batching(64, 1, 0), 1050)
     with pytest.raises(UserError, match=f"{data_dir}: 50 .*val_tokens = 1000, .* takes 65"):
-        TokenLoader(data_dir, Batching(64, 1, 0), 1050).validation_batches(1000, 1)
+        loader.validation_batches(1000, 1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_validation_is_shared_by_windows(data_dir, world_size):
-    assert validation_tokens(data_dir, 5, 1050).tolist() == list(range(1000, 1006))
-    assert validation_tokens(data_dir, 30, 1050).tolist() == list(range(1000, 1031))  # two shards
-    for rank in range(world_size):
-        loader = open_loader(data_dir, 8, seed=0, rank=rank, world_size=world_size)
+    of_one_shard = validation_tokens(data_dir, 5, 1050)
+    of_two_shards = validation_tokens(data_dir, 30, 1050)
+    assert of_one_shard.tolist() == list(range(1000, 1006))
+    assert of_two_shards.tolist() == list(range(1000, 1031))
+    whole_windows = range(1000, 1040, T)  # of 47 tokens
+    for rank, loader in enumerate(open_ranks(data_dir, 8, world_size, seed=0)):
         batches = list(loader.validation_batches(47, 2))
         for x, _ in batches[:-1]:
             assert len(x) == 2
@@ -198,11 +221,11 @@ def test_validation_is_shared_by_windows(data_dir, world_size):
         for x, y in batches:
             assert_numbered(x, y)
             starts += x[:, 0].tolist()
-        # 47 tokens are 5 whole windows
-        assert starts == list(range(1000, 1040, T))[rank::world_size]
+        assert starts == list(whole_windows[rank::world_size])
     # all there are: 49 tokens have a successor
-    everything = open_loader(data_dir, 8, seed=0).validation_batches(10**9, 4)
-    assert sum(len(x) for x, _ in everything) == 6
+    loader = open_loader(data_dir, 8, seed=0)
+    everything, _ = joined(loader.validation_batches(10**9, 4))
+    assert len(everything) == 6
 
 
 @pytest.mark.cuda
@@ -212,7 +235,8 @@ def test_batches_on_a_gpu(data_dir):
     loader = open_loader(data_dir, 4, seed=0, device=torch.device("cuda:0"))
     for step in range(5):
         x, y = loader.batch(step)
-        assert x.is_cuda and y.is_cuda
+        assert x.is_cuda
+        assert y.is_cuda
         expected, _ = host.batch(step)
         assert torch.equal(x.cpu(), expected)
     x, _ = loader._ahead[5].result()

@@ -31,16 +31,29 @@ from tests.test_attention import (
     draw,
     leaves,
 )
-from tests.test_model import COMBINED, TPA
+from tests.test_model import COMBINED, TPA, hidden_by_chunks
 
 END = 256  # end-of-text of bytes
 # The documents of two sequences of 16 tokens: the first begins before the window or with it.
 BOUNDS = [(0, 5, 6, 14, 16), (0, 12, 16)]
-MODELS = [*COMBINED, *TPA, "fox.py", "swa.py", "ssmax.py", "lssa.py --positions=learned"]
+MODELS = [
+    *COMBINED,
+    *TPA,
+    "fox.py",
+    "swa.py",
+    "ssmax.py",
+    "lssa.py --positions=learned",
+]
+
+
+def random_tokens(*shape):
+    """Ids of bytes, without an end-of-text."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(END, shape, generator=generator)
 
 
 def packed_tokens():
-    idx = torch.randint(END, (2, 16), generator=torch.Generator().manual_seed(0))
+    idx = random_tokens(2, 16)
     for row, bounds in zip(idx, BOUNDS, strict=True):
         row[list(bounds[1:-1])] = END
     return idx
@@ -66,7 +79,23 @@ def packed_context(row_inputs, log_forget):
     return Context(1.0, row_inputs, log_forget, positions)
 
 
+def trunk_parameters(model):
+    """The parameters on which hidden states depend."""
+    return [p for name, p in model.named_parameters() if "lm_head" not in name]
+
+
 # ---- a layer's attention ----
+
+
+def gradients_of(out, tensors, gradient):
+    """The gradient of each tensor; `out` may not depend on one, whose gradient is then 0."""
+    return torch.autograd.grad(
+        out,
+        tensors,
+        gradient,
+        allow_unused=True,
+        materialize_grads=True,
+    )
 
 
 @pytest.mark.parametrize("forget", [False, True])
@@ -74,36 +103,33 @@ def packed_context(row_inputs, log_forget):
 def test_every_path_computes_each_document_alone(case, forget, small_blocks):
     """Values and gradients, with a window and without."""
     generator = torch.Generator().manual_seed(1)
-    extra = torch.randn(3, 2, 2, 16, dtype=torch.float64, generator=generator)
-    q, k, v, u, w, log_forget = inputs = leaves(*draw(16, 16), *extra[:2], -extra[2].abs())
+    u, w, decay = torch.randn(3, 2, 2, 16, dtype=torch.float64, generator=generator)
+    inputs = leaves(*draw(16, 16), u, w, -decay.abs())
+    q, k, v, u, w, log_forget = inputs
     row_inputs = {"u": u, "w": w}
+    if not forget:
+        log_forget = None
     gradient = torch.linspace(-1, 2, v.numel(), dtype=v.dtype).view_as(v)
     paths = ["reference", "auto"]
     if case in SDPA_CASES and not forget:  # elsewhere "auto" is "blocked"
         paths.append("blocked")
     for window in (None, 3):
         alone = build(case, f"--window={window}", "--attention_impl=reference").double()
-        learned = [*inputs, *alone.parameters()]
-        context = Context(1.0, row_inputs, log_forget if forget else None)
+        context = Context(1.0, row_inputs, log_forget)
         outputs = []
         for b, tokens in each_document():
             document = context.select(sequences=b, queries=tokens, keys=tokens)
             outputs.append(alone(q[b, :, tokens], k[b, :, tokens], v[b, :, tokens], document))
-        by_sequence = [torch.cat(outputs[:4], dim=2), torch.cat(outputs[4:], dim=2)]
-        expected = torch.cat(by_sequence)
-        expected_gradients = torch.autograd.grad(
-            expected, learned, gradient, allow_unused=True, materialize_grads=True
-        )
+        first_sequence = torch.cat(outputs[:4], dim=2)
+        second_sequence = torch.cat(outputs[4:], dim=2)
+        expected = torch.cat((first_sequence, second_sequence))
+        learned = [*inputs, *alone.parameters()]
+        expected_gradients = gradients_of(expected, learned, gradient)
         for path in paths:
             attn = build(case, f"--window={window}", f"--attention_impl={path}").double()
-            out = attn(q, k, v, packed_context(row_inputs, log_forget if forget else None))
-            gradients = torch.autograd.grad(
-                out,
-                [*inputs, *attn.parameters()],
-                gradient,
-                allow_unused=True,
-                materialize_grads=True,
-            )
+            out = attn(q, k, v, packed_context(row_inputs, log_forget))
+            learned = [*inputs, *attn.parameters()]
+            gradients = gradients_of(out, learned, gradient)
             assert_near(out, expected)
             for actual, exact in zip(gradients, expected_gradients, strict=True):
                 assert_near(actual, exact, atol=1e-9)
@@ -117,9 +143,10 @@ def test_no_gradient_crosses_the_bounds_of_a_document(case):
     A = attn.weights(q, k, packed_context({}, None))
     for b, bounds in enumerate(BOUNDS):
         for start, end in pairwise(bounds):
-            row = end - 1
-            (gradient,) = torch.autograd.grad(A[b, :, row].square().sum(), k, retain_graph=True)
-            for x in (A[b, :, row], gradient[b].sum(-1)):
+            row = A[b, :, end - 1]  # of the last query
+            loss = row.square().sum()
+            (gradient,) = torch.autograd.grad(loss, k, retain_graph=True)
+            for x in (row, gradient[b].sum(-1)):
                 assert not x[:, :start].any()
                 assert not x[:, end:].any()
     assert not A.triu(1).any()
@@ -134,7 +161,7 @@ def test_a_model_computes_each_document_alone(case, impl, small_blocks):
     model = small_model(case, "--document_mask", f"--attention_impl={impl}")
     idx = packed_tokens()
     gradient = torch.linspace(-1, 2, 2 * 16 * 16, dtype=torch.float64).view(2, 16, 16)
-    parameters = [p for name, p in model.named_parameters() if "lm_head" not in name]
+    parameters = trunk_parameters(model)
     packed = model.hidden(idx)
     packed_gradients = torch.autograd.grad(packed, parameters, gradient, allow_unused=True)
     model.document_start = None
@@ -163,13 +190,11 @@ def test_a_model_by_the_kernels_is_the_reference(case):
     for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         model = small_model(case, "--document_mask", f"--attention_impl={impl}", "--n_layer=1")
         model = model.to(dtype)
-        parameters = [p for name, p in model.named_parameters() if "lm_head" not in name]
         hidden = model.hidden(idx)
-        gradients = torch.autograd.grad(hidden, parameters, gradient.to(dtype))
-        cache = KVCache(16)
+        gradients = torch.autograd.grad(hidden, trunk_parameters(model), gradient.to(dtype))
         with torch.no_grad():
-            chunks = [model.hidden(chunk, cache) for chunk in idx.split([13, 1, 1, 1], dim=1)]
-        results.append([hidden, *gradients, torch.cat(chunks, dim=1)])
+            cached = hidden_by_chunks(model, idx, [13, 1, 1, 1], KVCache(16))
+        results.append([hidden, *gradients, cached])
     for actual, exact in zip(*results, strict=True):
         error = (actual.double() - exact).norm()
         assert error < 1e-4 * exact.norm()
@@ -182,30 +207,31 @@ def test_rope_is_scaled_for_the_length_of_each_document(case, scaling):
     """The training length is 16; the documents of two sequences of 50 have 2 to 40 tokens."""
     model = small_model(f"{case} --head_size=6 --mlp_hidden=24", "--document_mask")
     model.scale_rope(scaling)
-    idx = torch.randint(END, (2, 50), generator=torch.Generator().manual_seed(0))
-    bounds = [(0, 20, 48, 50), (0, 10, 50)]
+    idx = random_tokens(2, 50)
     idx[0, [20, 48]] = END
     idx[1, 10] = END
     packed = model.hidden(idx)
-    for b, row in enumerate(bounds):
-        for start, end in pairwise(row):
-            assert_near(packed[b : b + 1, start:end], model.hidden(idx[b : b + 1, start:end]))
+    for b, bounds in enumerate([(0, 20, 48, 50), (0, 10, 50)]):
+        for start, end in pairwise(bounds):
+            document = idx[b : b + 1, start:end]
+            assert_near(packed[b : b + 1, start:end], model.hidden(document))
+    last_document = idx[1:, 10:]
     for size in (50, 64):  # the last document of a text that goes on is longer
-        cache = KVCache(size)
-        chunks = [model.hidden(chunk, cache) for chunk in idx.split([49, 1], dim=1)]
-        last = idx[1:, 10:]
-        alone = model.hidden(last, KVCache(size - 10))
-        assert_near(torch.cat(chunks, dim=1)[1:, 10:], alone, rtol=1e-9, atol=1e-9)
+        cached = hidden_by_chunks(model, idx, [49, 1], KVCache(size))
+        alone = model.hidden(last_document, KVCache(size - 10))
+        assert_near(cached[1:, 10:], alone, rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()
 def test_learned_positions_end_with_the_longest_document():
     model = small_model("lssa.py --positions=learned", "--document_mask")
-    idx = torch.randint(END, (1, 24), generator=torch.Generator().manual_seed(0))
+    idx = random_tokens(1, 24)
     with pytest.raises(UserError, match="a length of 24 is beyond the 16 learned positions"):
         model.hidden(idx)
     idx[0, 10] = END
-    assert_near(model.hidden(idx)[:, 10:], model.hidden(idx[:, 10:]))
+    packed = model.hidden(idx)
+    alone = model.hidden(idx[:, 10:])
+    assert_near(packed[:, 10:], alone)
 
 
 @torch.no_grad()
@@ -215,9 +241,8 @@ def test_a_cache_knows_its_last_document(case):
     idx = packed_tokens()
     whole = model.hidden(idx)
     for sizes in ([4, 1, 1, 7, 3], [13, 1, 1, 1]):
-        cache = KVCache(16)
-        chunks = [model.hidden(chunk, cache) for chunk in idx.split(sizes, dim=1)]
-        assert_near(torch.cat(chunks, dim=1), whole, rtol=1e-9, atol=1e-9)
+        cached = hidden_by_chunks(model, idx, sizes, KVCache(16))
+        assert_near(cached, whole, rtol=1e-9, atol=1e-9)
 
 
 def test_prompts_of_several_documents_continue_the_last_one():
@@ -237,12 +262,19 @@ def test_the_padding_of_prompts_is_one_document():
     model = small_model("ssmax.py", "--document_mask")
     model.document_start = 0  # prompts are padded with zeros
     positions = []
-    model.trunk.register_forward_pre_hook(lambda trunk, inputs: positions.append(inputs[2]))
-    generate(model, [torch.tensor([5, 0, 7]), torch.arange(1, 15)], 1)
-    assert (positions[0] == 0).tolist() == [
-        [i in (0, 11, 12) for i in range(14)],
-        [True] + 13 * [False],
-    ]
+
+    def record(trunk, inputs):
+        positions.append(inputs[2])
+
+    model.trunk.register_forward_pre_hook(record)
+    short = torch.tensor([5, 0, 7])
+    long = torch.arange(1, 15)
+    generate(model, [short, long], 1)
+    begins_document = positions[0] == 0
+    assert begins_document.shape == (2, 14)
+    short_begins, long_begins = begins_document
+    assert short_begins.nonzero().flatten().tolist() == [0, 11, 12]
+    assert long_begins.nonzero().flatten().tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -284,18 +316,24 @@ def test_validation_is_within_documents_and_the_run_says_how_long_they_are(
     losses = []
     for start in range(0, 256, 16):
         window = tokens[start : start + 17]
-        inner = [i for i in range(1, 16) if window[i] == END]
-        for begin, end in pairwise([0, *inner, 16]):
+        bounds = [0]
+        for i in range(1, 16):
+            if window[i] == END:
+                bounds.append(i)
+        bounds.append(16)
+        for begin, end in pairwise(bounds):
             x = window[None, begin:end]
             y = window[None, begin + 1 : end + 1]
             losses.append(model.token_losses(x, y).flatten())
     expected = torch.cat(losses).mean().item()
     assert metrics(run, "val_loss")[0] == pytest.approx(expected, rel=1e-5)
     printed = capsys.readouterr().out
-    measured = TokenLoader(documents, Batching(16, 8, 0), 257).measure_documents(END)
+    loader = TokenLoader(documents, Batching(16, 8, 0), 257)
+    measured = loader.measure_documents(END)
     assert 3 < measured.per_window < 4
     assert f"a window has {measured.per_window:.1f} documents on average" in printed
-    assert "is {}, {} and {} at its quartiles".format(*measured.n_quartiles) in printed
+    lower, median, upper = measured.n_quartiles
+    assert f"is {lower}, {median} and {upper} at its quartiles" in printed
     assert "warning" not in printed
 
 
@@ -306,23 +344,32 @@ def test_documents_are_counted_in_all_windows(tmp_path):
     write_shard(tmp_path / "x_train_000001.bin", tokens)
     write_shard(tmp_path / "x_val_000000.bin", tokens[9:])
     loader = TokenLoader(tmp_path, Batching(8, 2, 0), 257)
-    n = [1, 2, 3, 1, 2, 3, 4, 5, *range(1, 9)]
-    quartiles = [round(x) for x in np.quantile(n, (0.25, 0.5, 0.75))]
-    assert loader.measure_documents(END) == (1.5, quartiles, ["x_val_000000.bin"])
+    measured = loader.measure_documents(END)
+    assert measured.per_window == 1.5
+    n_of_first_window = [1, 2, 3, 1, 2, 3, 4, 5]
+    n_of_second_window = [1, 2, 3, 4, 5, 6, 7, 8]
+    n = [*n_of_first_window, *n_of_second_window]
+    quartiles = np.quantile(n, (0.25, 0.5, 0.75))
+    assert measured.n_quartiles == [round(x) for x in quartiles]
+    assert measured.shards_without == ["x_val_000000.bin"]
     with pytest.raises(UserError, match=r"no training shard of .* end-of-text token \(id 255\)"):
         loader.measure_documents(255)
 
 
 def test_a_shard_without_documents_is_said(train, documents, tmp_path, capsys, refused):
     data = shutil.copytree(documents, tmp_path / "data")
-    for name in ("text_train_000002.bin", "text_train_000001.bin"):
+    settings = (*MASKED, f"--data_dir={data}", "--max_iters=0")
+
+    def remove_ends(name):
         tokens = read_shard(data / name)
         tokens[tokens == END] = 32
         write_shard(data / name, tokens)
-        settings = (*MASKED, f"--data_dir={data}", "--max_iters=0")
-        if name == "text_train_000002.bin":
-            train("run", *settings)
-            assert f"warning: no document begins in {name}" in capsys.readouterr().out
+
+    remove_ends("text_train_000002.bin")
+    train("run", *settings)
+    printed = capsys.readouterr().out
+    assert "warning: no document begins in text_train_000002.bin" in printed
+    remove_ends("text_train_000001.bin")
     refused(train, "other", *settings, says="no training shard of")
 
 
@@ -331,7 +378,8 @@ def test_two_processes_agree_with_one(documents, tmp_path):
     two = tmp_path / "two"
     assert run_process(arguments(documents, one, *MASKED)) == 0
     pair = group(arguments(documents, two, *MASKED), {}, batch_size=2)
-    assert [finish(process) for process in pair] == [0, 0]
+    exit_codes = [finish(process) for process in pair]
+    assert exit_codes == [0, 0]
     agree(one, two)
 
 
@@ -359,10 +407,12 @@ def test_what_cannot_mask_documents_refuses_them(words_file, tmp_path):
     with pytest.raises(UserError, match="vocab_size = 256 leaves it out"):
         small_config("softmax.py", "--document_mask", "--vocab_size=256")
     without_end = tmp_path / "tokenizer.json"
-    without_end.write_text(words_file.read_text().replace("</s>", "<end>"))
+    content = words_file.read_text()
+    without_end.write_text(content.replace("</s>", "<end>"))
     with pytest.raises(UserError, match="none of its tokens is one of"):
         load_config([f"--tokenizer={without_end}", "--document_mask"])
-    assert load_config([f"--tokenizer={words_file}", "--document_mask"]).end_of_text == 6
+    config = load_config([f"--tokenizer={words_file}", "--document_mask"])
+    assert config.end_of_text == 6
 
 
 def test_commands_that_read_no_documents_refuse_them(train, documents, call, refused):

@@ -34,17 +34,24 @@ def module_run(shards, tmp_path_factory):
     return save
 
 
+def first_tokens(shards):
+    """The first 256 validation tokens and the one that follows."""
+    shard = read_shard(shards / "text_val_000000.bin")
+    return torch.from_numpy(shard[:257].astype(np.int64))
+
+
 def direct_losses(run, shards, length, scaling="none", changes=None, **scale):
     """Loss of each of the first 256 validation tokens in windows of this length: [windows, L]."""
     config = run_folder.read_config(run).replace(**changes or {})
     model = build_model(config).eval().scale_rope(scaling, **scale)
     checkpoint.load_weights(model, run)
-    shard = read_shard(shards / "text_val_000000.bin")
-    tokens = torch.from_numpy(shard[:257].astype(np.int64))
+    tokens = first_tokens(shards)
     windows = []
-    for start in range(0, 256 // length * length, length):
-        logits = model(tokens[None, start : start + length])[0].detach().double()
+    for number in range(256 // length):
+        start = number * length
+        x = tokens[start : start + length]
         targets = tokens[start + 1 : start + length + 1]
+        logits = model(x[None])[0].detach().double()
         losses = F.cross_entropy(logits, targets, reduction="none")
         windows.append(losses)
     return torch.stack(windows)
@@ -52,7 +59,8 @@ def direct_losses(run, shards, length, scaling="none", changes=None, **scale):
 
 def direct_loss(*arguments, **settings):
     """The mean of `direct_losses`, which a measured loss equals up to rounding."""
-    return pytest.approx(direct_losses(*arguments, **settings).mean().item(), rel=1e-5)
+    losses = direct_losses(*arguments, **settings)
+    return pytest.approx(losses.mean().item(), rel=1e-5)
 
 
 def test_eval_length_is_the_mean_loss_over_the_same_tokens(module_run, call, shards, capsys):
@@ -73,7 +81,8 @@ def test_eval_length_is_the_mean_loss_over_the_same_tokens(module_run, call, sha
     assert control["lengths"] == [16, 32, 128]
     for length, loss in zip(control["lengths"], control["loss"], strict=True):
         assert loss == direct_loss(run, shards, length, changes={"window": 16})
-    gain = min(control["loss"][0], control["loss"][-1]) - result["loss"][-1]
+    better_control = min(control["loss"][0], control["loss"][-1])
+    gain = better_control - result["loss"][-1]
     assert f"{gain:+.4f}" in capsys.readouterr().out
     assert not_blank(run / "loss_by_length.png")
 
@@ -113,19 +122,24 @@ def test_nothing_is_measured_twice(module_run, call, shards, measured, capsys):
         call(eval_length, run, "--lengths=16,32", *options)
         assert measured == lengths, options
         measured.clear()
-        assert ("gain:" in capsys.readouterr().out) == ("--no_control" not in options)
+        printed = capsys.readouterr().out
+        has_control = "--no_control" not in options
+        assert ("gain:" in printed) == has_control
     measurements = measured_losses(run)
-    opened = []
+    settings = []
     for measurement in measurements:
-        opened.append([measurement[key] for key in ("rope", "window", "rope_theta")])
-    assert opened == [
-        ["none", None, None],
-        ["none", 64, None],
-        ["none", None, 500],
-        ["ntk", None, None],
-        ["dynamic_ntk", None, None],
-        ["yarn", None, None],
-        ["none", 16, None],
+        rope = measurement["rope"]
+        window = measurement["window"]
+        theta = measurement["rope_theta"]
+        settings.append((rope, window, theta))
+    assert settings == [
+        ("none", None, None),
+        ("none", 64, None),
+        ("none", None, 500),
+        ("ntk", None, None),
+        ("dynamic_ntk", None, None),
+        ("yarn", None, None),
+        ("none", 16, None),
     ]
     plain, longer_window, other_base, ntk, dynamic_ntk, _, control = measurements
     for measurement in (longer_window, dynamic_ntk, control):
@@ -140,7 +154,8 @@ def test_nothing_is_measured_twice(module_run, call, shards, measured, capsys):
     # a stopped command has stored what it had; other tokens are another measurement
     with pytest.raises(SystemExit):
         call(eval_length, run, "--rope=yarn", "--lengths=16,32,128")
-    assert sorted(measured_losses(run)[-1]["lengths"]) == [16, 32, 64]
+    stopped = measured_losses(run)[-1]
+    assert sorted(stopped["lengths"]) == [16, 32, 64]
     call(eval_length, run, "--rope=yarn", "--lengths=32", "--tokens=32")
     tokens = [measurement["tokens"] for measurement in measured_losses(run)]
     assert tokens == [256] * 7 + [32] * 2
@@ -161,16 +176,20 @@ def test_runs_trained_on_other_data_in_one_folder_are_not_measured_together(
     call(eval_length, first, "--lengths=16", "--tokens=64")
     assert warning in capsys.readouterr().err
     second = train("second", "--max_iters=0", f"--data_dir={data}")
-    arguments = (call, eval_length, first, second, "--lengths=16")
-    refused(*arguments, says=(f"{second} was trained on other training shards than {first}",))
-    arguments[0](*arguments[1:], f"--data_dir={data}")
+    arguments = (first, second, "--lengths=16")
+    says = f"{second} was trained on other training shards than {first}"
+    refused(call, eval_length, *arguments, says=says)
+    call(eval_length, *arguments, f"--data_dir={data}")
 
 
 @pytest.mark.parametrize("window, gain", [([2.2, 2.6], -0.3), ([2.2, 2.1], -0.4)])
 def test_the_gain_is_over_the_better_of_two_controls(window, gain):
     """Without positions a window may harm a model; reading T tokens at a time never does."""
-    control = {"lengths": [16, 64], "loss": window}
-    result = {"trained_length": 16, "loss": [2.2, 2.5], "control": control}
+    result = {
+        "trained_length": 16,
+        "loss": [2.2, 2.5],
+        "control": {"lengths": [16, 64], "loss": window},
+    }
     assert eval_length.gain(result) == pytest.approx(gain)
     assert eval_length.gain({"loss": [2.2]}) is None
 
@@ -190,7 +209,8 @@ def test_a_measurement_of_other_text_or_weights_is_not_taken(module_run, call, s
     assert old["loss"] != new["loss"]
     assert new["loss"] == [direct_loss(run, shards, 16)]
     # another run, which differs in its weights alone
-    other = saved_run(tmp_path / "other", build_model(run_folder.read_config(run)))
+    model = build_model(run_folder.read_config(run))
+    other = saved_run(tmp_path / "other", model)
     shutil.copy(run / "eval_length.json", other)
     call(eval_length, other, "--lengths", "16")
     *copied, measured = measured_losses(other)
@@ -202,11 +222,15 @@ def test_eval_length_by_position(module_run, call, shards):
     run = module_run("sigmoid.py")
     call(eval_length, run, "--lengths=16,64", "--rope=none", "--rope_theta=5e5", "--per_position")
     plain, windowed = json.loads((run / "eval_length.json").read_text())
-    for result, scale in ((windowed, {"changes": {"window": 16}}), (plain, {"theta": 5e5})):
+    for result, settings in (
+        (windowed, {"changes": {"window": 16}}),
+        (plain, {"theta": 5e5}),
+    ):
         short, long = result["parts"].values()
-        direct = direct_losses(run, shards, 64, **scale).mean(0)
-        assert long["loss_by_position"] == pytest.approx(direct.tolist(), rel=1e-5)
-        assert sum(long["loss_by_position"]) / 64 == pytest.approx(long["loss"], rel=1e-12)
+        by_position = long["loss_by_position"]
+        direct = direct_losses(run, shards, 64, **settings).mean(0)
+        assert by_position == pytest.approx(direct.tolist(), rel=1e-5)
+        assert sum(by_position) / 64 == pytest.approx(long["loss"], rel=1e-12)
         assert "loss_by_position" not in short
     assert not_blank(run / "loss_by_position.png")
 
@@ -222,40 +246,45 @@ def test_a_run_with_document_mask_is_measured_apart_and_joined(
     write_shard(path, tokens)
     masked = module_run("ssmax.py", f"--data_dir={data}", "--document_mask")
     plain = module_run("softmax.py", f"--data_dir={data}")
-    arguments = (masked, plain, "--lengths=16,64", "--per_position")
-    call(eval_length, *arguments, "--documents=trained")
+    options = ("--lengths=16,64", "--per_position")
+    call(eval_length, masked, plain, *options, "--documents=trained")
     assert "  joined" not in capsys.readouterr().out
-    call(eval_length, *arguments)
+    call(eval_length, masked, plain, *options)
     measurements = json.loads((masked / "eval_length.json").read_text())
+    # the control has a window
     control, result = sorted(measurements, key=lambda measurement: measurement["window"] or 99)
     parts = result["parts"]
     assert list(control["parts"]) == ["16 tokens apart", "64 tokens apart by position"]
-    assert list(measured_losses(plain)[0]["parts"]) == ["16 tokens", "64 tokens by position"]
+    result_of_plain = measured_losses(plain)[0]
+    assert list(result_of_plain["parts"]) == ["16 tokens", "64 tokens by position"]
     for documents in ("apart", "joined"):
         changes = {"document_mask": documents == "apart"}
-        short, long = (
-            direct_losses(masked, data, length, "dynamic_ntk", changes) for length in (16, 64)
-        )
-        chunk = parts[f"64 tokens {documents} by position"]
-        assert chunk["documents"] == parts[f"16 tokens {documents}"]["documents"] == documents
-        assert parts[f"16 tokens {documents}"]["loss"] == pytest.approx(short.mean().item(), 1e-5)
-        assert chunk["loss"] == pytest.approx(long.mean().item(), rel=1e-5)
-        assert chunk["loss_by_position"] == pytest.approx(long.mean(0).tolist(), rel=1e-5)
-    printed = capsys.readouterr().out
+        short = parts[f"16 tokens {documents}"]
+        assert short["documents"] == documents
+        assert short["loss"] == direct_loss(masked, data, 16, "dynamic_ntk", changes)
+        long = parts[f"64 tokens {documents} by position"]
+        assert long["documents"] == documents
+        assert long["loss"] == direct_loss(masked, data, 64, "dynamic_ntk", changes)
+        direct = direct_losses(masked, data, 64, "dynamic_ntk", changes).mean(0)
+        assert long["loss_by_position"] == pytest.approx(direct.tolist(), rel=1e-5)
+    printed = re.sub("(?<=[a-z0-9]) +", " ", capsys.readouterr().out)
     for says in (
         f"  joined {parts['16 tokens joined']['loss']:.4f}",
         "apart, each document by itself, as in training: ssmax, document_mask True; joined: ",
         "without the mask: softmax, document_mask False: such a loss",
     ):
-        assert says in re.sub("(?<=[a-z0-9]) +", " ", printed)
+        assert says in printed
     result |= eval_length.summarise(parts)
     for by_position in (False, True):
-        (legend,) = eval_length.plot({"a": result}, "", by_position).legends
-        assert [text.get_text() for text in legend.texts] == ["a", "a, joined"]
+        figure = eval_length.plot({"a": result}, "", by_position)
+        (legend,) = figure.legends
+        labels = [text.get_text() for text in legend.texts]
+        assert labels == ["a", "a, joined"]
     call(eval_length, masked, "--lengths=5", "--whole_documents")
     assert "apart" not in capsys.readouterr().out
 
-    call(eval_length, plain, *arguments[2:], "--documents=both")
+    call(eval_length, plain, *options, "--documents=both")
+    # the control has fewer parts
     _, result = sorted(measured_losses(plain), key=lambda measured: len(measured["parts"]))
     parts = result["parts"]
     for length, suffix in ((16, ""), (64, " by position")):
@@ -279,9 +308,10 @@ def test_kernels_are_checked_within_documents_before_they_measure_apart(
     monkeypatch.setattr(module, "fused", joining)
     monkeypatch.setattr(selfcheck, "ODD", 13)
     monkeypatch.setattr(selfcheck, "EVEN", 16)
-    arguments = (module_run("lssa.py"), "--lengths=16", "--tokens=32", "--attention_impl=triton")
+    run = module_run("lssa.py")
+    options = ("--lengths=16", "--tokens=32", "--attention_impl=triton", "--documents=both")
     says = "the kernels fail: output with 13 keys differs"
-    refused(call, eval_length, *arguments, "--documents=both", says=says)
+    refused(call, eval_length, run, *options, says=says)
 
 
 @pytest.mark.usefixtures("pictures")
@@ -299,8 +329,8 @@ def test_other_attention_than_in_training(module_run, call, shards, capsys):
     assert limited["window"] == 3
     for measurement in (result, control, limited):
         changes = {"window": measurement["window"], "p": 15.0}
-        expected = direct_loss(run, shards, 64, measurement["rope"], changes)
-        assert measurement["loss"][1] == expected
+        loss_at_64 = measurement["loss"][1]
+        assert loss_at_64 == direct_loss(run, shards, 64, measurement["rope"], changes)
     # a window above the model's hides nothing: it is measured already
     call(eval_length, run, "--lengths=16,64", "--window=8", "--p=15")
     assert len(measured_losses(run)) == 3
@@ -332,9 +362,10 @@ def test_scores_that_grow_are_another_measurement(module_run, call, shards, meas
     plain, scaled, control = measured_losses(run)
     model = build_model(run_folder.read_config(run)).eval().scale_scores(5.0)
     checkpoint.load_weights(model, run)
-    shard = read_shard(shards / "text_val_000000.bin")
-    rows = torch.from_numpy(shard[:257].astype(np.int64)).unfold(0, 65, 64)
-    loss = model(rows[:, :-1], rows[:, 1:].contiguous()).item()
+    tokens = first_tokens(shards)
+    x = tokens[:-1].view(4, 64)
+    y = tokens[1:].view(4, 64)
+    loss = model(x, y).item()
     assert scaled["loss"][1] == pytest.approx(loss, rel=1e-5)
     assert scaled["loss"][1] != plain["loss"][1]
     assert control["log_base"] is None
@@ -344,7 +375,12 @@ def test_scores_that_grow_are_another_measurement(module_run, call, shards, meas
 @pytest.mark.usefixtures("pictures")
 def test_runs_of_a_table_have_the_same_text(module_run, call, shards, tmp_path, refused):
     run = module_run("softmax.py")
-    longer = module_run("lssa.py", "--block_size=32", "--total_batch_size=32", "--val_tokens=128")
+    longer = module_run(
+        "lssa.py",
+        "--block_size=32",
+        "--total_batch_size=32",
+        "--val_tokens=128",
+    )
     copy = shutil.copytree(shards, tmp_path / "copy")
     other = module_run("softmax.py", f"--data_dir={copy}")
     refused(call, eval_length, run, other, says=[str(tmp_path / "copy"), "--data_dir DIR"])
@@ -355,8 +391,9 @@ def test_runs_of_a_table_have_the_same_text(module_run, call, shards, tmp_path, 
 
 
 def test_a_small_model_is_measured_on_fewer_tokens():
+    large = Config()  # 85M weights in blocks
     small = Config(n_layer=4, n_head=4, n_embd=128)
-    assert eval_length.default_tokens(Config(), (128, 16384)) == 3538944  # 85M weights in blocks
+    assert eval_length.default_tokens(large, (128, 16384)) == 3538944
     assert eval_length.default_tokens(small, (128, 2048)) == 32768
     assert eval_length.default_tokens(small, (128, 8192)) == 65536  # at least 8 windows
 
@@ -380,7 +417,8 @@ def test_refusals_before_anything_is_measured(module_run, call, refused):
     for base in ("nan", "inf"):
         refused(call, eval_length, run, f"--log_base={base}", says="must be a finite number")
     # what is wrong with any of the runs, before the first of them is measured
-    (bad / "eval_length.json").write_text('{"loss": 1}')
+    damaged = bad / "eval_length.json"
+    damaged.write_text('{"loss": 1}')
     refused(call, eval_length, run, bad, "--lengths=16", says="eval_length.json: damaged")
-    assert (bad / "eval_length.json").read_text() == '{"loss": 1}'
+    assert damaged.read_text() == '{"loss": 1}'
     assert not (run / "eval_length.json").exists()

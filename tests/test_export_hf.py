@@ -28,13 +28,19 @@ GREEDY = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
 # Exported by the command: all that layers share, or not, and a scaled RoPE.
 CASES = {
     "t6_lssar_p15.py --head_size=6 --mlp_hidden=24": {},
-    "softmax.py --tokenizer=gpt2 --vocab_size=50300": {"rope": "none", "log_base": 50.0},
+    "softmax.py --tokenizer=gpt2 --vocab_size=50300": {
+        "rope": "none",
+        "log_base": 50.0,
+    },
     "relu_wortsman.py --mlp=swiglu --norm=rmsnorm --bias=False": {
         "rope": "yarn",
         "rope_factor": 4.0,
     },
     "ablations/ssmax_probe.py --tie_embeddings=False": {"rope_theta": 5e5},
-    "softmax.py --n_layer=3 --window=4 --window_pattern=SL": {"rope": "none", "window": 12},
+    "softmax.py --n_layer=3 --window=4 --window_pattern=SL": {
+        "rope": "none",
+        "window": 12,
+    },
 }
 # What a user of an exported folder does; it knows nothing of this repository.
 USER = """
@@ -80,7 +86,14 @@ def load_in_transformers(folder, case, **options):
 
 
 def tokens(length):
-    return torch.randint(257, (2, length), generator=torch.Generator().manual_seed(length))
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(257, (2, length), generator=generator)
+
+
+def native_loss(run, x):
+    """The loss of predicting each token of x [B, L] from those before it."""
+    targets = x[:, 1:].contiguous()
+    return run.model(x[:, :-1], targets)
 
 
 def export(run, target, **options):
@@ -95,13 +108,16 @@ def expectations(run):
     """What an exported run must compute."""
     tokenizer = get_tokenizer(run.config.tokenizer)
     texts = [text for text in TEXTS if text]
+    logits = []
+    for n in (5, 16, 40):  # the training length is 16
+        x = tokens(n)
+        logits.append((x, run.model(x)))
     return {
         "texts": texts,
         "ids": [tokenizer.encode(text) for text in texts],
         "eot": tokenizer.eot,
         "parameters": sum(p.numel() for p in run.model.parameters()),
-        # the training length is 16
-        "logits": [(tokens(n), run.model(tokens(n))) for n in (5, 16, 40)],
+        "logits": logits,
         "greedy": GREEDY,
         "text": generate(run.model, tokens(5), 20, temperature=0),
     }
@@ -143,7 +159,8 @@ def test_an_export_is_the_run(folder):
 def test_every_config_is_loaded(case, tmp_path):
     """transformers builds the model on the meta device, then reads the weights."""
     run, model = load_in_transformers(tmp_path, case)
-    assert_close(model(tokens(16)).logits, run.model(tokens(16)), rtol=0, atol=1e-6)
+    x = tokens(16)
+    assert_close(model(x).logits, run.model(x), rtol=0, atol=1e-6)
 
 
 @torch.no_grad()
@@ -151,7 +168,7 @@ def test_a_call_takes_what_transformers_models_take(tmp_path):
     run, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="none")
     x = tokens(5)
     logits = run.model(x)
-    loss = run.model(x[:, :-1], x[:, 1:].contiguous())
+    loss = native_loss(run, x)
     assert_close(model(x, labels=x).loss, loss)
     assert_close(model(x, labels=x, return_dict=False), (loss, logits))
     for last in (2, torch.tensor([3, 4])):
@@ -167,7 +184,8 @@ def test_beams_and_the_cache_change_no_text(tmp_path):
     for beams in (1, 2):
         options = {"attention_mask": torch.ones_like(x), "num_beams": beams, **GREEDY}
         cached = model.generate(x, use_cache=True, **options)
-        assert torch.equal(cached, model.generate(x, use_cache=False, **options))
+        without_cache = model.generate(x, use_cache=False, **options)
+        assert torch.equal(cached, without_cache)
     # a cache has room for one call alone, and its keys are turned for that call's length
     first = model.generate(x, return_dict_in_generate=True, **GREEDY)
     with pytest.raises(ValueError, match="generate takes no past_key_values"):
@@ -205,10 +223,14 @@ def padded_case(request, tmp_path_factory):
 def pad(texts, side):
     """The ids of texts padded with any ids, and their attention mask."""
     longest = max(map(len, texts))
-    ids = torch.randint(257, (len(texts), longest), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(257, (len(texts), longest), generator=generator)
     mask = torch.zeros_like(ids)
     for row, row_mask, text in zip(ids, mask, texts, strict=True):
-        place = slice(longest - len(text), None) if side == "left" else slice(len(text))
+        if side == "left":
+            place = slice(longest - len(text), None)
+        else:
+            place = slice(len(text))
         row[place] = text
         row_mask[place] = 1
     return ids, mask
@@ -228,7 +250,8 @@ def test_padding_changes_no_logits(padded_case):
         for options in ({}, {"position_ids": positions}):
             logits = model(ids, attention_mask=mask, **options).logits
             for row, row_mask, text in zip(logits, mask.bool(), prompts(), strict=True):
-                assert_close(row[row_mask], native(text[None])[0], rtol=1e-9, atol=1e-9)
+                (alone,) = native(text[None])
+                assert_close(row[row_mask], alone, rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()
@@ -262,8 +285,8 @@ def test_a_pipeline_takes_a_batch(tmp_path):
     batch = pipeline(texts, batch_size=2, **GREEDY)
     for text, (generated,) in zip(texts, batch, strict=True):
         ids = torch.tensor([tokenizer.encode(text)])
-        expected = tokenizer.decode(generate(run.model, ids, 20, temperature=0)[0])
-        assert generated["generated_text"] == expected
+        (alone,) = generate(run.model, ids, 20, temperature=0)
+        assert generated["generated_text"] == tokenizer.decode(alone)
 
 
 @torch.no_grad()
@@ -277,14 +300,15 @@ def test_masks_that_are_no_padding_are_refused(tmp_path):
     # without a mask there is no padding, though prompts begin with the token of padding
     end_of_text = torch.full((1, 1), 256)
     prompt = torch.cat((end_of_text, tokens(4)[:1]), dim=1)
-    (text,) = model.generate(prompt, **GREEDY)
-    assert torch.equal(text[None], generate(run.model, prompt, 20, temperature=0))
+    text = model.generate(prompt, **GREEDY)
+    assert torch.equal(text, generate(run.model, prompt, 20, temperature=0))
     hole = torch.ones_like(mask)
     hole[1, 5] = 0
     with pytest.raises(ValueError, match="has zeros between the tokens of a row"):
         model(ids, attention_mask=hole)
+    causal = torch.ones(4, 1, 20, 20).tril()
     with pytest.raises(ValueError, match=r"must be \[4, 20\], 1 for .* and is \[4, 1, 20, 20\]"):
-        model(ids, attention_mask=torch.ones(4, 1, 20, 20).tril())
+        model(ids, attention_mask=causal)
 
 
 @torch.no_grad()
@@ -293,12 +317,16 @@ def test_packed_documents_are_computed_as_each_alone(padded_case):
     native, model = padded_case
     features = [{"input_ids": text.tolist()} for text in prompts()]
     batch = transformers.DataCollatorWithFlattening()(features)
-    packed = model(batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
+    ids = batch["input_ids"]
+    positions = batch["position_ids"]
+    (packed,) = model(ids, position_ids=positions).logits
     for logits, text in zip(packed.split(LENGTHS), prompts(), strict=True):
-        assert_close(logits, native(text[None])[0], rtol=1e-9, atol=1e-9)
-    texts = model.generate(batch["input_ids"], position_ids=batch["position_ids"], **SHORT)
-    (alone,) = generate(native, prompts()[-1][None], 6, temperature=0)
-    assert torch.equal(texts[0, -len(alone) :], alone)
+        (alone,) = native(text[None])
+        assert_close(logits, alone, rtol=1e-9, atol=1e-9)
+    (text,) = model.generate(ids, position_ids=positions, **SHORT)
+    last_prompt = prompts()[-1]
+    (alone,) = generate(native, last_prompt[None], 6, temperature=0)
+    assert torch.equal(text[-len(alone) :], alone)
 
 
 @torch.no_grad()
@@ -324,12 +352,17 @@ def test_a_model_with_document_mask_reads_documents_from_its_ids(words_file, tmp
     copied = shutil.copy(words_file, tmp_path / "words.json")
     case = f"ssmax.py --document_mask --tokenizer={copied}"
     run = open_run(tmp_path / "run", case)
-    export(run.path, tmp_path / "hf")
-    assert "attention stays within them" in (tmp_path / "hf/README.md").read_text()
+    target = tmp_path / "hf"
+    export(run.path, target)
+    card = (target / "README.md").read_text()
+    assert "attention stays within them" in card
     copied.unlink()
-    model = type(export_hf.transformers_model(run)).from_pretrained(tmp_path / "hf")
-    x = torch.randint(6, (2, 24), generator=torch.Generator().manual_seed(0))
-    x[0, [7, 15]] = x[1, 3] = 6  # end-of-text
+    model = type(export_hf.transformers_model(run)).from_pretrained(target)
+    end_of_text = 6
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(end_of_text, (2, 24), generator=generator)
+    x[0, [7, 15]] = end_of_text
+    x[1, 3] = end_of_text
     assert_close(model(x).logits, run.model(x), rtol=0, atol=1e-5)
     generated = model.generate(x, **GREEDY)
     for use_cache in (True, False):
@@ -372,9 +405,10 @@ def test_gradient_accumulation_changes_no_loss(tmp_path):
     dataset = [{"input_ids": row, "labels": row} for row in torch.cat([x] * 4)]
     trainer = transformers.Trainer(model, arguments, train_dataset=dataset)
     trainer.train()
-    loss = run.model(x[:, :-1], x[:, 1:].contiguous())
+    loss = native_loss(run, x)
     loss.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()])
+    gradients = [p.grad for p in run.model.parameters()]
+    norm = torch.nn.utils.get_total_norm(gradients)
     logged = trainer.state.log_history[0]
     assert logged["loss"] == pytest.approx(loss.item(), rel=1e-3)
     assert logged["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
@@ -411,7 +445,8 @@ def test_the_folder_says_what_it_is(folder):
     assert values["settings"]["p"] == 15
     assert "out_dir" not in values["settings"]
     assert str(folder) not in json.dumps(values["settings"])  # no path of the exporting machine
-    assert (folder / "user/model0/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    exported_license = (folder / "user/model0/LICENSE").read_text()
+    assert exported_license == (ROOT / "LICENSE").read_text()
 
 
 def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, capsys):
@@ -432,8 +467,8 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, c
     assert str(tmp_path) not in card  # no path of the exporting machine
     assert "windows" not in card
     config = run.config.replace(name="mine", window=8, qk_norm=True)
-    model = build_model(config)
-    card = export_hf.model_card(replace(run, config=config, model=model), "model")
+    own_run = replace(run, config=config, model=build_model(config))
+    card = export_hf.model_card(own_run, "model")
     assert "\n# mine\n" in card
     assert "| windows by layer | 8, 8 |" in card
     assert "| qk_norm | True |" in card
@@ -460,6 +495,10 @@ def test_a_full_disk_is_a_sentence(tmp_path, folder, refused):
     assert not list(tmp_path.iterdir())
 
 
+def names_in(folder):
+    return {path.name for path in folder.iterdir()}
+
+
 def test_a_folder_is_whole_or_not_there(tmp_path, folder, monkeypatch, refused):
     def fails():
         raise KeyError("half-way")
@@ -472,7 +511,6 @@ def test_a_folder_is_whole_or_not_there(tmp_path, folder, monkeypatch, refused):
     assert not list(target.parent.iterdir())
     target.mkdir()  # an empty one is as good as none
     export(folder / "run0", target)
-    names = {path.name for path in target.iterdir()}
-    assert names == {path.name for path in (folder / "user/model0").iterdir()}
+    assert names_in(target) == names_in(folder / "user/model0")
     assert list(target.parent.iterdir()) == [target]
     refused(export, folder / "run0", target, says="is not an empty folder")

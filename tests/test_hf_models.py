@@ -29,13 +29,24 @@ SIZES = {
     "eos_token_id": 256,
     "pad_token_id": 256,
 }
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 257}
+GPT2_SIZES = {
+    "vocab_size": 257,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+}
 # What each kind of model has besides.
 MODELS = {
     "Llama": {},
     "Qwen3": {},
-    "GPT2": GPT2 | {"bos_token_id": 256, "eos_token_id": 256},
-    "Gemma3Text": {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+    "GPT2": {},
+    "Gemma3Text": {
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "SmolLM3": {"no_rope_layers": [1, 0]},
 }
 
@@ -48,9 +59,10 @@ def save(tmp_path_factory):
 
     def new(name, **settings):
         torch.manual_seed(0)
-        sizes = {} if name == "GPT2" else SIZES
-        config = getattr(transformers, f"{name}Config")(**(sizes | MODELS.get(name, {}) | settings))
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        sizes = GPT2_SIZES if name == "GPT2" else SIZES
+        values = sizes | MODELS.get(name, {}) | settings
+        make_config = getattr(transformers, f"{name}Config")
+        model = transformers.AutoModelForCausalLM.from_config(make_config(**values))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
@@ -76,7 +88,8 @@ def folder(request, save):
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(chr(97 + i * i * 7 % 25) for i in range(300)))
+    letters = [chr(97 + i * i * 7 % 25) for i in range(300)]
+    path.write_text("".join(letters))
     return path
 
 
@@ -103,15 +116,18 @@ def hand_made_mask(folder, length, window):
     config = transformers.AutoConfig.from_pretrained(folder)
     lowest = torch.finfo(torch.float32).min
     masks = {}
+    own_window = getattr(config, "sliding_window", None)
     for kind in ("full_attention", "sliding_attention"):
         keys = window
-        if kind == "sliding_attention":
-            keys = min(window, getattr(config, "sliding_window", None) or window)
+        if kind == "sliding_attention" and own_window is not None:
+            keys = min(window, own_window)
         mask = torch.full((1, 1, length, length), lowest)
         for i in range(length):
             mask[..., i, max(0, i - keys + 1) : i + 1] = 0
         masks[kind] = mask
-    return masks if config.model_type == "gemma3_text" else masks["full_attention"]
+    if config.model_type == "gemma3_text":
+        return masks
+    return masks["full_attention"]
 
 
 def results(folder):
@@ -133,17 +149,19 @@ def test_losses_and_the_window_are_those_of_a_plain_loop(folder, text_file, call
     result, control = results(folder)
     assert result["window"] is None
     assert control["window"] == 16
-    plain = direct_losses(folder, text_file, 16).mean().item()
+    plain_at_16 = direct_losses(folder, text_file, 16).mean().item()
+    plain_at_64 = direct_losses(folder, text_file, 64).mean().item()
     losses = []
     for measurement, window in ((result, 64), (control, 16)):
         short, long = measurement["parts"].values()
-        assert short["loss"] == pytest.approx(plain, rel=1e-6)
+        assert short["loss"] == pytest.approx(plain_at_16, rel=1e-6)
         mask = hand_made_mask(folder, 64, window)
         direct = direct_losses(folder, text_file, 64, mask).mean(0)
         assert long["loss_by_position"] == pytest.approx(direct.tolist(), rel=1e-5)
         losses.append(long["loss"])
-    assert losses[0] == pytest.approx(direct_losses(folder, text_file, 64).mean().item(), rel=1e-6)
-    assert abs(losses[0] - losses[1]) > 1e-3
+    loss, loss_in_window = losses
+    assert loss == pytest.approx(plain_at_64, rel=1e-6)
+    assert abs(loss - loss_in_window) > 1e-3
     printed = capsys.readouterr().out
     assert f"{name} " in printed
     assert "sliding window of 16" in printed
@@ -154,14 +172,20 @@ def test_losses_and_the_window_are_those_of_a_plain_loop(folder, text_file, call
 def test_a_window_of_the_whole_length_changes_nothing(folder, text_file):
     """It is measured as a control is, through tiles; the command would leave it out."""
     model = read_model(f"hf:{folder}", 16)
-    measured = []
+    losses = []
     for window in (None, 64, 100):
         options = eval_length.LossOptions(
-            lengths=(64,), tokens=256, text=(str(text_file),), window=window, no_control=True
+            lengths=(64,),
+            tokens=256,
+            text=(str(text_file),),
+            window=window,
+            no_control=True,
         )
-        measured.append(runner.measured(eval_length.EVAL_LENGTH, options, model)["loss"])
-    assert measured[1] == pytest.approx(measured[0], rel=1e-6)
-    assert measured[2] == measured[1]
+        measured = runner.measured(eval_length.EVAL_LENGTH, options, model)
+        losses.append(measured["loss"])
+    without_window, whole_window, longer_window = losses
+    assert whole_window == pytest.approx(without_window, rel=1e-6)
+    assert longer_window == whole_window
 
 
 def test_in_one_layer_a_window_reads_each_position_with_its_last_keys_alone(save, text_file):
@@ -170,7 +194,9 @@ def test_in_one_layer_a_window_reads_each_position_with_its_last_keys_alone(save
     options = eval_length.LossOptions(window=9, text=(str(text_file),))
     run = runner.load_run(model, options)
     tokens = tokens_in(text_file)
-    losses = run.model.token_losses(tokens[None, :64], tokens[None, 1:65])[0]
+    x = tokens[None, :64]
+    y = tokens[None, 1:65]
+    losses = run.model.token_losses(x, y)[0]
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for i in range(64):
         window = tokens[None, max(0, i - 8) : i + 1]
@@ -190,19 +216,21 @@ def test_the_worth_of_a_copy(folder, text_file, call, capsys):
     assert f"{name}, sliding window of 16, 3 passages of 4 tokens" in capsys.readouterr().out
     tokens = tokens_in(text_file)
     start = len(tokens) // 3
-    passage, between = tokens[start : start + 4], tokens[start + 4 : start + 32]
-    config = {"attn_implementation": "eager"}
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **config)
+    passage_before = tokens[:4]
+    passage = tokens[start : start + 4]
+    between = tokens[start + 4 : start + 32]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     for measurement, window in ((result, 36), (control, 16)):
+        mask = hand_made_mask(folder, 35, window)
         losses = []
-        for first in (tokens[:4], passage):  # the passage before it; the passage itself
+        for first in (passage_before, passage):
             x = torch.cat((first, between, passage))
-            mask = hand_made_mask(folder, 35, window)
             with torch.no_grad():
                 logits = model(x[None, :-1], attention_mask=mask, use_cache=False).logits[0]
             losses.append(F.cross_entropy(logits[-3:], x[-3:]).item())
-        worth = losses[0] - losses[1]
-        assert measurement["parts"]["32"]["worth"][1] == pytest.approx(worth, abs=1e-5)
+        without_copy, with_copy = losses
+        worth = measurement["parts"]["32"]["worth"][1]
+        assert worth == pytest.approx(without_copy - with_copy, abs=1e-5)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -228,15 +256,16 @@ def test_the_sink(folder, text_file, call, capsys, pictures):
         rows = A[:, :, 1:].double()  # without the first query
         entropy = torch.special.entr(rows).sum(-1)
         share = entropy / keys[1:].double().log()
-        for column, expected in (
+        measured = result["parts"]["32 tokens"]["heads"]
+        for column, of_rows in (
             ("first_token", rows[..., 0]),
             ("entropy", entropy),
             ("entropy_share", share),
             ("sum", rows.sum(-1)),
             ("zeros", torch.zeros(2, 4, 31)),
         ):
-            measured = result["parts"]["32 tokens"]["heads"][column]
-            assert measured == pytest.approx(expected.mean((0, 2)).tolist(), abs=1e-5), column
+            expected = of_rows.mean((0, 2)).tolist()
+            assert measured[column] == pytest.approx(expected, abs=1e-5), column
 
 
 @pytest.mark.usefixtures("pictures")
@@ -250,26 +279,27 @@ def test_nothing_is_measured_twice_whatever_the_window(save, text_file, call, mo
         return measure(run, batches)
 
     monkeypatch.setattr(eval_length, "mean_losses", record)
-    arguments = [eval_length, f"hf:{folder}/", "--text", text_file, "--lengths=16,64"]
-    for more, expected in (
-        ([], [None, None, 32, 32]),  # of 16 and 64 tokens; max_position_embeddings is 32
-        (["--window=32"], []),
-        (["--window=16"], [16, 16]),
-    ):
-        call(*arguments, *more)
-        assert windows == expected
+
+    def measured_windows(texts, *options):
+        """The window of each measurement that a call makes."""
         windows.clear()
+        call(eval_length, f"hf:{folder}/", "--text", *texts, "--lengths=16,64", *options)
+        return windows
+
+    # of 16 and 64 tokens; max_position_embeddings is 32
+    assert measured_windows([text_file]) == [None, None, 32, 32]
+    assert measured_windows([text_file], "--window=32") == []
+    assert measured_windows([text_file], "--window=16") == [16, 16]
+    # other weights
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    call(*arguments, "--window=16")
-    assert windows == [None, None, 16, 16]
-    windows.clear()
+    assert measured_windows([text_file], "--window=16") == [None, None, 16, 16]
+    # another text
     other = text_file.with_name("other.txt")
     other.write_text(text_file.read_text()[::-1])
-    call(*arguments[:4], other, *arguments[4:], "--no_control")
-    assert windows == [None, None]
+    assert measured_windows([text_file, other], "--no_control") == [None, None]
     texts = [measurement["data_dir"] for measurement in results(folder)]
     assert texts[-1] == f"{text_file}, {other}"
     assert len(set(texts)) == 2
@@ -278,15 +308,17 @@ def test_nothing_is_measured_twice_whatever_the_window(save, text_file, call, mo
 @pytest.mark.usefixtures("pictures", "small_tiles")
 def test_what_sdpa_leaves_out_is_computed(save, text_file):
     """Gemma 2's soft cap of the scores, and gpt-oss's learned sinks."""
+    tokens = tokens_in(text_file)[None]
+    x = tokens[:, :64]
+    y = tokens[:, 1:65]
+    options = eval_length.LossOptions(text=(str(text_file),))
     for name, settings in (
         ("Gemma2", {"attn_logit_softcapping": 0.1, "sliding_window": 12}),
         ("GptOss", {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1}),
     ):
         folder = save(name, **settings)
-        options = eval_length.LossOptions(text=(str(text_file),))
         run = runner.load_run(read_model(f"hf:{folder}", 16), options)
-        tokens = tokens_in(text_file)[None]
-        losses = run.model.token_losses(tokens[:, :64], tokens[:, 1:65])
+        losses = run.model.token_losses(x, y)
         expected = direct_losses(folder, text_file, 64)[:1].float()
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
 
@@ -295,7 +327,10 @@ def test_what_sdpa_leaves_out_is_computed(save, text_file):
 def test_another_scaling_of_rope(save, text_file, scaling, kind):
     folder = save("Llama", max_position_embeddings=16)
     options = eval_length.LossOptions(
-        text=(str(text_file),), rope=scaling, rope_factor=4.0, rope_theta=500.0
+        text=(str(text_file),),
+        rope=scaling,
+        rope_factor=4.0,
+        rope_theta=500.0,
     )
     run = runner.load_run(read_model(f"hf:{folder}", None), options)
     tokens = tokens_in(text_file)[None]
@@ -309,10 +344,11 @@ def test_another_scaling_of_rope(save, text_file, scaling, kind):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for length in (8, 64):
+        x = tokens[:, :length]
         with torch.no_grad():
-            logits = run.model.logits(run.model.hidden(tokens[:, :length]))
-            expected = model(tokens[:, :length]).logits
-            unscaled = plain(tokens[:, :length]).logits
+            logits = run.model.logits(run.model.hidden(x))
+            expected = model(x).logits
+            unscaled = plain(x).logits
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         assert not torch.allclose(logits, unscaled, atol=0.1)
 
@@ -323,19 +359,22 @@ def test_a_window_begins_with_what_the_tokenizer_puts_before_a_text(save, text_f
     folder = save("Llama")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+        single="<|endoftext|> $A",
+        special_tokens=[("<|endoftext|>", 256)],
     )
     tokenizer.save_pretrained(folder)
-    run = runner.load_run(
-        read_model(f"hf:{folder}", 16), eval_length.LossOptions(text=(str(text_file),))
-    )
+    options = eval_length.LossOptions(text=(str(text_file),))
+    run = runner.load_run(read_model(f"hf:{folder}", 16), options)
     tokens = tokens_in(text_file)[None]
-    losses = run.model.token_losses(tokens[:, 5:25], tokens[:, 6:26])
-    begun = tokens[:, 5:25].clone()
+    x = tokens[:, 5:25]
+    y = tokens[:, 6:26]
+    losses = run.model.token_losses(x, y)
+    begun = x.clone()
     begun[0, 0] = 256
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        expected = F.cross_entropy(model(begun).logits[0], tokens[0, 6:26], reduction="none")
+        logits = model(begun).logits
+    expected = F.cross_entropy(logits[0], y[0], reduction="none")
     torch.testing.assert_close(losses[0], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -345,10 +384,12 @@ def test_shards(save, shards, call, refused, tmp_path):
     arguments = ["--lengths=16,64", "--window=16", "--tokens=256"]
     call(eval_length, f"hf:{folder}", f"--data_dir={shards}", *arguments)
     result, control = measured_losses(folder)
-    tokens = torch.from_numpy(read_shard(shards / "text_val_000000.bin").astype(np.int64))
+    shard = read_shard(shards / "text_val_000000.bin")
+    tokens = torch.from_numpy(shard.astype(np.int64))
+    windows = tokens[:256].view(4, 64)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        logits = model(tokens[:256].view(4, 64)).logits
+        logits = model(windows).logits
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[1:257]).item()
     assert result["loss"][1] == pytest.approx(loss, rel=1e-5)
     assert not_blank(folder / "loss_by_length.png")
@@ -356,28 +397,32 @@ def test_shards(save, shards, call, refused, tmp_path):
     gpt2 = tmp_path / "gpt2"
     gpt2.mkdir()
     write_meta(gpt2, set_meta("gpt2"))
-    write_shard(gpt2 / "text_val_000000.bin", np.arange(200, dtype=np.uint16))
-    says = (f"{gpt2} was made with another tokenizer than hf:{folder} has: token 0 is '!' there",)
-    refused(call, eval_length, f"hf:{folder}", f"--data_dir={gpt2}", "--lengths=16", says=says)
+    gpt2_shard = gpt2 / "text_val_000000.bin"
+    write_shard(gpt2_shard, np.arange(200, dtype=np.uint16))
+    arguments = (f"hf:{folder}", f"--data_dir={gpt2}", "--lengths=16")
+    says = f"{gpt2} was made with another tokenizer than hf:{folder} has: token 0 is '!' there"
+    refused(call, eval_length, *arguments, says=says)
     # in a model without a tokenizer only the number of ids is known
     for file in folder.glob("tokenizer*"):
         file.unlink()
     from scripts.common.hf_models import open_tokenizer
 
     open_tokenizer.cache_clear()
-    call(eval_length, f"hf:{folder}", f"--data_dir={gpt2}", "--lengths=16", "--tokens=64")
-    write_shard(gpt2 / "text_val_000000.bin", np.arange(100, 300, dtype=np.uint16))
+    call(eval_length, *arguments, "--tokens=64")
+    write_shard(gpt2_shard, np.arange(100, 300, dtype=np.uint16))
     says = "token 157 is 257, but the vocabulary is 0 to 256"
-    refused(call, eval_length, f"hf:{folder}", f"--data_dir={gpt2}", "--lengths=16", says=says)
+    refused(call, eval_length, *arguments, says=says)
 
 
 def test_no_code_of_a_model_is_run(save, text_file, call, refused, monkeypatch):
     """Nor does transformers ask whether to run it."""
     folder = save("Llama")
     (folder / "code.py").write_text("raise SystemExit('this was run')")
-    settings = json.loads((folder / "config.json").read_text())
-    settings |= {"model_type": "new", "auto_map": {"AutoConfig": "code.NewConfig"}}
-    (folder / "config.json").write_text(json.dumps(settings))
+    config_file = folder / "config.json"
+    settings = json.loads(config_file.read_text())
+    settings["model_type"] = "new"
+    settings["auto_map"] = {"AutoConfig": "code.NewConfig"}
+    config_file.write_text(json.dumps(settings))
     monkeypatch.setattr("builtins.input", lambda question: "y")
     arguments = ("--text", text_file, "--lengths=16")
     refused(call, eval_length, f"hf:{folder}", *arguments, says="contains custom code")

@@ -64,11 +64,19 @@ def assert_all_near(tensors, expected):
 
 
 def tokens(*shape, seed=0, n=257):
-    return torch.randint(0, n, shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, n, shape, generator=generator)
+
+
+def hidden_by_chunks(model, idx, sizes, cache):
+    """The hidden states of idx [B, L], which the model reads in chunks of these sizes."""
+    chunks = [model.hidden(chunk, cache) for chunk in idx.split(sizes, dim=1)]
+    return torch.cat(chunks, dim=1)
 
 
 def load_files(*files):
-    return load_config([str(CONFIGS / file) for file in files])
+    paths = [str(CONFIGS / file) for file in files]
+    return load_config(paths)
 
 
 def on_meta(config):
@@ -80,12 +88,21 @@ def on_meta(config):
 # ---- size ----
 
 
-# Two tables and a linear layer, learned positions, and a head of two vocabularies.
-ORBITS_EMBEDDINGS = 768 * (4 * 7003 + 999 + 2 * 768 + 1)
 GPT2_BLOCK = 12 * 768**2 + 13 * 768
-# 10 ranks of factors, in all, of 34 heads and of 64 columns; 34 heads of 64 into the output
-# projection; three matrices of SwiGLU.
-T6_MATRICES = 768 * (10 * (34 + 64) + 34 * 64 + 3 * 2048)
+GPT2_NORM = 2 * 768  # weights and biases
+# A table of embeddings for each coordinate, and a linear layer that joins the two.
+ORBITS_TABLES = 2 * 7003 * 768
+ORBITS_LINEAR = (2 * 768 + 1) * 768
+ORBITS_POSITIONS = 999 * 768
+ORBITS_HEAD = 2 * 7003 * 768
+ORBITS_EMBEDDINGS = ORBITS_TABLES + ORBITS_LINEAR + ORBITS_POSITIONS + ORBITS_HEAD
+# T6 has 34 heads of 64 columns; the ranks of q, k and v are 10 in all.
+T6_FACTORS = 768 * 10 * (34 + 64)
+T6_OUTPUT_PROJECTION = 34 * 64 * 768
+T6_SWIGLU = 3 * 768 * 2048
+T6_MATRICES = T6_FACTORS + T6_OUTPUT_PROJECTION + T6_SWIGLU
+T6_NORM = 768
+T6_BLOCK = T6_MATRICES + 2 * T6_NORM
 
 
 @pytest.mark.parametrize(
@@ -94,10 +111,18 @@ T6_MATRICES = 768 * (10 * (34 + 64) + 34 * 64 + 3 * 2048)
         # GPT-2's 124,439,808 without its 1024 x 768 learned positions
         ([], 123_653_376),
         # SSMax's 162,148,608 with s and b of 12 layers of 12 heads, and 1024 shared p_n
-        (["ablations/ssmax_probe.py", "scales/ssmax_paper.py"], 162_148_608 + 288 + 1024),
-        (["scales/orbits/109m.py"], ORBITS_EMBEDDINGS + 12 * GPT2_BLOCK + 2 * 768),
-        # with two norms in a layer, and the last
-        (["t6.py"], 768 * 50257 + 12 * (T6_MATRICES + 2 * 768) + 768),
+        (
+            ["ablations/ssmax_probe.py", "scales/ssmax_paper.py"],
+            162_148_608 + 288 + 1024,
+        ),
+        (
+            ["scales/orbits/109m.py"],
+            ORBITS_EMBEDDINGS + 12 * GPT2_BLOCK + GPT2_NORM,
+        ),
+        (
+            ["t6.py"],
+            768 * 50257 + 12 * T6_BLOCK + T6_NORM,
+        ),
     ],
 )
 def test_parameter_count(files, count):
@@ -113,34 +138,52 @@ def test_pairs_have_a_table_and_a_vocabulary_for_each_coordinate():
     y = tokens(2, 16, 2, n=103, seed=1)
     logits = model(x)
     assert logits.shape == (2, 16, 2, 103)
-    loss_of_first = F.cross_entropy(logits[..., 0, :].flatten(0, 1), y[..., 0].flatten())
-    loss_of_second = F.cross_entropy(logits[..., 1, :].flatten(0, 1), y[..., 1].flatten())
+    first_logits, second_logits = logits.unbind(2)
+    first_targets, second_targets = y.unbind(2)
+    loss_of_first = F.cross_entropy(first_logits.flatten(0, 1), first_targets.flatten())
+    loss_of_second = F.cross_entropy(second_logits.flatten(0, 1), second_targets.flatten())
     loss = model(x, y)
     assert_near(loss, (loss_of_first + loss_of_second) / 2)
     token_losses = model.token_losses(x, y)
     assert token_losses.shape == (2, 16, 2)
     torch.testing.assert_close(token_losses.mean().double(), loss, rtol=1e-5, atol=1e-5)
 
-    first, second = model.wte.weight.view(2, 128, -1)
-    pairs = torch.cat((first[x[..., 0]], second[x[..., 1]]), dim=-1)
+    first_table, second_table = model.wte.weight.view(2, 128, -1)
+    first_ids, second_ids = x.unbind(2)
+    pairs = torch.cat((first_table[first_ids], second_table[second_ids]), dim=-1)
     assert_near(model.wte(x), model.wte.linear(pairs))
-    assert not first[103:].any()
-    assert not second[103:].any()
-    assert not model.lm_head.weight.view(2, 128, -1)[:, 103:].any()
+    assert not first_table[103:].any()
+    assert not second_table[103:].any()
+    heads = model.lm_head.weight.view(2, 128, -1)
+    assert not heads[:, 103:].any()
 
 
 def test_flops():
-    matrices = 12 * 12 * 768**2 + 768 * 50257
-    causal = 12 * 768 * 1024  # per layer QK and AV: 2 x 2 x width x half of 1024 keys
+    matrices_of_layer = 12 * 768**2
+    head = 768 * 50257
+    matrices = 12 * matrices_of_layer + head
+    # the keys that a query sees on average
+    keys = 1024 / 2
     # rows 1 to 256 see 1 to 256 keys, the others 256
-    windowed = 12 * 768 * 2 * (256 / 2 * 256 + 768 * 256) / 1024
-    assert on_meta(Config(window=256)).flops_per_token() == 6 * (matrices + windowed)
-    pattern = Config(window=256, window_pattern="SSSL", n_layer=10)  # L: the 4th, 8th and last
-    matrices_of_ten = 10 * 12 * 768**2 + 768 * 50257
-    by_pattern = (7 * windowed + 3 * causal) / 12
-    assert on_meta(pattern).flops_per_token() == 6 * (matrices_of_ten + by_pattern)
-    for settings in ({}, {"window": 1024}, {"window": 4096}, {"tie_embeddings": False}):
-        assert on_meta(Config(**settings)).flops_per_token() == 6 * (matrices + causal)
+    keys_in_window = (256 / 2 * 256 + 768 * 256) / 1024
+    # the products QK and AV of a layer
+    causal = 2 * 768 * keys
+    windowed = 2 * 768 * keys_in_window
+
+    assert on_meta(Config(window=256)).flops_per_token() == 6 * (matrices + 12 * windowed)
+    for settings in (
+        {},
+        {"window": 1024},
+        {"window": 4096},
+        {"tie_embeddings": False},
+    ):
+        model = on_meta(Config(**settings))
+        assert model.flops_per_token() == 6 * (matrices + 12 * causal)
+
+    pattern = Config(window=256, window_pattern="SSSL", n_layer=10)
+    matrices_of_ten = 10 * matrices_of_layer + head
+    attention_of_ten = 7 * windowed + 3 * causal  # L: the 4th, 8th and last
+    assert on_meta(pattern).flops_per_token() == 6 * (matrices_of_ten + attention_of_ten)
 
 
 def test_flops_of_t6():
@@ -156,7 +199,8 @@ def test_flops_of_t6():
 
 def test_first_weights_are_gpt2s():
     torch.manual_seed(0)
-    model = build_model(small_config("softmax.py", "--n_layer=8", "--n_embd=128", "--n_head=4"))
+    config = small_config("softmax.py", "--n_layer=8", "--n_embd=128", "--n_head=4")
+    model = build_model(config)
     for name, x in model.named_parameters():
         if name.endswith("bias"):
             assert not x.any()
@@ -175,10 +219,10 @@ def test_first_weights_are_gpt2s():
 @pytest.mark.parametrize("tied", [True, False])
 def test_padded_ids_are_zero_never_predicted_and_never_trained(tied):
     model = small_model("softmax.py", f"--tie_embeddings={tied}")
-    assert model.wte.weight.shape == (384, 16)
-    assert model.lm_head.weight.shape == (384, 16)
-    assert not model.wte.weight[257:].any()
-    assert not model.lm_head.weight[257:].any()
+    head = model.lm_head.weight
+    for weight in (model.wte.weight, head):
+        assert weight.shape == (384, 16)
+        assert not weight[257:].any()
     x = tokens(2, 9)
 
     def outputs():
@@ -186,52 +230,71 @@ def test_padded_ids_are_zero_never_predicted_and_never_trained(tied):
 
     before = outputs()
     with torch.no_grad():
-        model.lm_head.weight[257:] = 100 * torch.randn(127, 16)
+        head[257:] = 100 * torch.randn(127, 16)
     assert_all_near(outputs(), before)
     assert model(x).shape == (2, 9, 257)
-    assert generate(model, x, 20, temperature=5.0).max() < 257
-    model(x, x).backward()
-    assert not model.lm_head.weight.grad[257:].any()
+    sampled = generate(model, x, 20, temperature=5.0)
+    assert sampled.max() < 257
+    loss = model(x, x)
+    loss.backward()
+    assert not head.grad[257:].any()
 
 
 def test_mlps():
     """GPT-2's tanh formula of GELU, GELU itself, and SwiGLU."""
     x = torch.randn(3, 16, dtype=torch.float64)
+
     mlp = MLP(small_config("softmax.py")).double()
     u = mlp.c_fc(x)
-    gelu = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
+    tanh = torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3))
+    gelu = 0.5 * u * (1 + tanh)
     assert_near(mlp(x), mlp.c_proj(gelu))
+
     mlp = MLP(small_config("softmax.py", "--mlp=gelu_erf")).double()
     u = mlp.c_fc(x)
-    assert_near(mlp(x), mlp.c_proj(0.5 * u * (1 + torch.erf(u / math.sqrt(2)))))
+    erf = torch.erf(u / math.sqrt(2))
+    gelu = 0.5 * u * (1 + erf)
+    assert_near(mlp(x), mlp.c_proj(gelu))
+
     mlp = MLP(small_config("softmax.py", "--mlp=swiglu", "--mlp_hidden=24")).double()
     gate, up = mlp.c_fc(x).split(24, dim=-1)
-    assert_near(mlp(x), mlp.c_proj(gate * torch.sigmoid(gate) * up))
+    swish = gate * torch.sigmoid(gate)
+    assert_near(mlp(x), mlp.c_proj(swish * up))
 
 
 @pytest.mark.parametrize(
     "case",
-    [*ROWS, *TPA, "softmax.py --tie_embeddings=False --norm=rmsnorm --mlp=swiglu --bias=False"],
+    [
+        *ROWS,
+        *TPA,
+        "softmax.py --tie_embeddings=False --norm=rmsnorm --mlp=swiglu --bias=False",
+    ],
 )
 def test_every_parameter_is_trained(case):
     model = small_model(case)
-    model(tokens(2, 16), tokens(2, 16, seed=1)).backward()
+    x = tokens(2, 16)
+    y = tokens(2, 16, seed=1)
+    loss = model(x, y)
+    loss.backward()
     (optimizer,) = build_optimizers(model, model.config)
     decayed, not_decayed = optimizer.param_groups
     assert decayed["weight_decay"] == 0.1
     assert not_decayed["weight_decay"] == 0
     decayed_ids = {id(x) for x in decayed["params"]}
     not_decayed_ids = {id(x) for x in not_decayed["params"]}
-    for name, x in model.named_parameters():
-        assert x.grad.isfinite().all(), name
-        assert x.grad.any(), name
-        assert (id(x) in decayed_ids) == (x.dim() == 2), name
-        assert (id(x) in not_decayed_ids) == (x.dim() == 1), name
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        assert gradient.isfinite().all(), name
+        assert gradient.any(), name
+        is_matrix = parameter.dim() == 2
+        is_vector = parameter.dim() == 1
+        assert (id(parameter) in decayed_ids) == is_matrix, name
+        assert (id(parameter) in not_decayed_ids) == is_vector, name
         if name.endswith((".s", ".b")):
-            assert x.grad.all(), name
+            assert gradient.all(), name
         if name.endswith("p_n"):  # row 1 has one key, whose weight is always 1
-            assert x.grad[0].abs() < 1e-12
-            assert x.grad[1:].all()
+            assert gradient[0].abs() < 1e-12
+            assert gradient[1:].all()
 
 
 # ---- layers ----
@@ -242,12 +305,20 @@ def rotated(x, share, theta=10000.0):
     L, d = x.shape[-2:]
     first_still = round(share * d / 2)
     position = torch.arange(L, dtype=torch.float64)[:, None]
-    frequency = torch.tensor([theta ** (-2 * m / d) for m in range(d // 2)], dtype=torch.float64)
-    angles = position * frequency  # [L, d/2]
+    frequencies = [theta ** (-2 * m / d) for m in range(d // 2)]
+    angles = position * torch.tensor(frequencies, dtype=torch.float64)  # [L, d/2]
     angles[:, first_still:] = 0
+    turns = torch.polar(torch.ones_like(angles), angles)
     real, imaginary = x.chunk(2, dim=-1)
-    pairs = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
+    pairs = torch.complex(real, imaginary) * turns
     return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+def rotated_after(nope, x, share):
+    """x [B, H, L, d] with RoPE in all heads but the first `nope`."""
+    still = x[:, :nope]
+    turned = rotated(x[:, nope:], share)
+    return torch.cat((still, turned), dim=1)
 
 
 def tensor_products(config, number, u):
@@ -309,16 +380,49 @@ def linear_projections(config, number, layer, u):
         q = rms_norm(q, layer.q_norm.weight)
         k = rms_norm(k, layer.k_norm.weight)
     if config.positions == "rope":
+        queries_per_key = H // Hk
         nope = nope_heads(config, number)
-        nope_k = nope // (H // Hk)
-        share = config.rope_share
-        q = torch.cat((q[:, :nope], rotated(q[:, nope:], share)), dim=1)
-        k = torch.cat((k[:, :nope_k], rotated(k[:, nope_k:], share)), dim=1)
+        q = rotated_after(nope, q, config.rope_share)
+        k = rotated_after(nope // queries_per_key, k, config.rope_share)
     return q, k, v
 
 
 def rms_norm(x, weight):
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    mean_square = x.square().mean(-1, keepdim=True)
+    return x / (mean_square + 1e-5).sqrt() * weight
+
+
+def context_by_formula(config, layer, x, score_scale):
+    """What attention takes besides q, k and v, from the layer's input x [B, L, n]."""
+    row_inputs = {}
+    if layer.c_rows is not None:
+        rows = x @ layer.c_rows.weight.T
+        rows = rows.unflatten(-1, (2, config.n_head))  # [B, L, 2, H]
+        row_inputs["u"] = rows[:, :, 0].transpose(1, 2)
+        row_inputs["w"] = rows[:, :, 1].transpose(1, 2)
+    log_forget = None
+    if config.forget:
+        gates = torch.sigmoid(x @ layer.c_forget.weight.T + layer.c_forget.bias)
+        log_forget = gates.log().transpose(1, 2)
+    return Context(score_scale, row_inputs, log_forget)
+
+
+def hybrid_by_formula(layer, nope, q, k, v, context):
+    """[B, H, L, d]: the first `nope` heads see all keys, the others those of a local window."""
+    H = q.shape[1]
+    outputs = []
+    if nope > 0:  # no RoPE, so no factor of YaRN
+        heads = slice(nope)
+        selected = replace(context.select(heads=heads), score_scale=1.0)
+        y = textbook.attention(layer.attention, q[:, heads], k[:, heads], v[:, heads], selected)
+        outputs.append(y)
+    if nope < H:
+        heads = slice(nope, None)
+        local = layer.attentions()[-1]
+        selected = context.select(heads=heads)
+        y = textbook.attention(local, q[:, heads], k[:, heads], v[:, heads], selected)
+        outputs.append(y)
+    return torch.cat(outputs, dim=1)
 
 
 def layer_by_formula(config, number, layer, x, score_scale):
@@ -332,37 +436,14 @@ def layer_by_formula(config, number, layer, x, score_scale):
     k = k.repeat_interleave(H // k.shape[1], dim=1)
     v = v.repeat_interleave(H // v.shape[1], dim=1)
 
-    row_inputs = {}
-    if layer.c_rows is not None:
-        rows = (x @ layer.c_rows.weight.T).unflatten(-1, (2, H))  # [B, L, 2, H]
-        row_inputs["u"] = rows[:, :, 0].transpose(1, 2)
-        row_inputs["w"] = rows[:, :, 1].transpose(1, 2)
-    log_forget = None
-    if config.forget:
-        gates = torch.sigmoid(x @ layer.c_forget.weight.T + layer.c_forget.bias)
-        log_forget = gates.log().transpose(1, 2)
-    context = Context(score_scale, row_inputs, log_forget)
-
+    nope = nope_heads(config, number)
+    context = context_by_formula(config, layer, x, score_scale)
     if config.local_window:
-        nope = nope_heads(config, number)
-        outputs = []
-        if nope > 0:  # no RoPE, so no factor of YaRN
-            heads = slice(nope)
-            no_rope = replace(context.select(heads=heads), score_scale=1.0)
-            y = textbook.attention(layer.attention, q[:, heads], k[:, heads], v[:, heads], no_rope)
-            outputs.append(y)
-        if nope < H:
-            heads = slice(nope, None)
-            local = layer.attentions()[-1]
-            y = textbook.attention(
-                local, q[:, heads], k[:, heads], v[:, heads], context.select(heads=heads)
-            )
-            outputs.append(y)
-        y = torch.cat(outputs, dim=1)
+        y = hybrid_by_formula(layer, nope, q, k, v, context)
     else:
         if isinstance(score_scale, float):  # YaRN's, of heads with RoPE
             score_scales = torch.full((1, H, 1, 1), score_scale, dtype=x.dtype)
-            score_scales[:, : nope_heads(config, number)] = 1.0
+            score_scales[:, :nope] = 1.0
             context = replace(context, score_scale=score_scales)
         y = textbook.attention(layer.attention, q, k, v, context)
 
@@ -375,7 +456,9 @@ def layer_by_formula(config, number, layer, x, score_scale):
 
 def window_of(config, number):
     """The window of a layer; of two layers with a pattern only the first has one."""
-    return None if config.window_pattern and number == 1 else config.window
+    if config.window_pattern and number == 1:
+        return None
+    return config.window
 
 
 def assert_attentions_have_their_settings(config, number, layer):
@@ -408,14 +491,17 @@ def test_a_layer_is_its_formula(case):
     if config.positions == "rope":
         cos, sin = angles_of(20, d=config.d_head, share=config.rope_share)
         rotation = Rotation(cos, sin, yarn_factor)
-    for number in range(2 if config.nope_every or config.window_pattern else 1):
+    layers_differ = config.nope_every or config.window_pattern
+    for number in range(2 if layers_differ else 1):
         layer = model.trunk.blocks[number].attn
         for norm in (layer.q_norm, layer.k_norm):
             if norm is not None:
                 norm.weight.copy_(torch.rand(config.d_head))
         assert_attentions_have_their_settings(config, number, layer)
         has_rope = rotation is not None and nope_heads(config, number) < config.n_head
-        score_scale = yarn_factor if has_rope else 1.0
+        score_scale = 1.0
+        if has_rope:
+            score_scale = yarn_factor
         expected = layer_by_formula(config, number, layer, x, score_scale)
         assert_near(layer(x, rotation, None), expected)
 
@@ -436,12 +522,12 @@ def test_scores_grow_with_the_keys_that_a_query_sees(case, seen):
     x = torch.randn(2, 20, 16, dtype=torch.float64)
     n = torch.arange(1, 21, dtype=torch.float64).clamp_max(seen)[:, None]
     growth = (5 + n).log() / math.log(5)
-    assert_near(layer(x, None, None), layer_by_formula(model.config, 0, layer, x, growth))
+    expected = layer_by_formula(model.config, 0, layer, x, growth)
+    assert_near(layer(x, None, None), expected)
     # after a cache n counts the cached keys
     idx = tokens(2, 20)
-    cache = KVCache(20)
-    chunks = [model.hidden(chunk, cache) for chunk in idx.split([7, 1, 12], dim=1)]
-    assert_near(torch.cat(chunks, dim=1), model.hidden(idx), 1e-12)
+    hidden = hidden_by_chunks(model, idx, [7, 1, 12], KVCache(20))
+    assert_near(hidden, model.hidden(idx), 1e-12)
     # and None takes the factor away
     unscaled = layer_by_formula(model.config, 0, layer, x, 1.0)
     model.scale_scores(None)
@@ -450,19 +536,23 @@ def test_scores_grow_with_the_keys_that_a_query_sees(case, seen):
 
 @pytest.mark.parametrize("case", ["hybrid.py", "softmax.py --nope_every=2 --local_window=3"])
 def test_local_heads_of_a_hybrid_do_not_grow(case):
-    for layer in small_model(case).scale_scores(5.0).attention_layers():
+    model = small_model(case).scale_scores(5.0)
+    for layer in model.attention_layers():
         for attention in layer.attentions():
-            assert attention.log_base == (5.0 if attention.window is None else None)
+            is_local = attention.window is not None
+            assert attention.log_base == (None if is_local else 5.0)
 
 
 @torch.no_grad()
 def test_scores_grow_in_every_layer_whatever_its_window():
     model = small_model("hybrid.py --local_window=3 --window=6 --window_pattern=SL")
     limit_windows(model, 5)
-    bases = []
-    for layer in model.scale_scores(5.0).attention_layers():
-        bases.append([(attention.window, attention.log_base) for attention in layer.attentions()])
-    assert bases == [[(5, 5.0), (3, None)], [(5, 5.0), (3, None)]]
+    model.scale_scores(5.0)
+    layers = list(model.attention_layers())
+    assert len(layers) == 2
+    for layer in layers:
+        bases = [(attention.window, attention.log_base) for attention in layer.attentions()]
+        assert bases == [(5, 5.0), (3, None)]
 
 
 def test_a_block_is_gpt2s():
@@ -471,8 +561,10 @@ def test_a_block_is_gpt2s():
     trunk = model.trunk
     (block,) = trunk.blocks
     x = torch.randn(1, 6, 16, dtype=torch.float64)
-    y = x + block.attn(block.ln_1(x), trunk.rope(0, 6, 6), None)
-    assert_near(trunk(x), trunk.ln_f(y + block.mlp(block.ln_2(y))))
+    rotation = trunk.rope(0, 6, 6)
+    after_attention = x + block.attn(block.ln_1(x), rotation, None)
+    after_mlp = after_attention + block.mlp(block.ln_2(after_attention))
+    assert_near(trunk(x), trunk.ln_f(after_mlp))
 
 
 @pytest.mark.parametrize("case", ["fox.py", "gated.py", "asentmax.py --positions=rope"])
@@ -505,8 +597,8 @@ def base(frequencies):
     """The theta of a plain RoPE, asserting that these are its frequencies."""
     pairs = len(frequencies)
     theta = frequencies[1].item() ** -pairs
-    plain = torch.tensor([theta ** (-m / pairs) for m in range(pairs)], dtype=torch.float64)
-    assert_near(frequencies, plain)
+    plain = [theta ** (-m / pairs) for m in range(pairs)]
+    assert_near(frequencies, torch.tensor(plain, dtype=torch.float64))
     return theta
 
 
@@ -514,41 +606,54 @@ def test_rotations_are_exact_also_in_a_converted_model():
     trunk = build_model(small_config("softmax.py")).bfloat16().trunk
     for L in (16, 17):  # 16: the length that the model was made with
         trunk(torch.zeros(1, L, 16, dtype=torch.bfloat16))
-        assert_near(trunk.rope.cos.double(), angles_of(L, d=8)[0], 1e-6)
+        cos, _ = angles_of(L, d=8)
+        assert_near(trunk.rope.cos.double(), cos, 1e-6)
 
 
 def test_frequencies():
     """The published bases of dynamic NTK; position interpolation; NTK-aware scaling."""
+    dynamic_ntk = Rope(64, 1024, scaling="dynamic_ntk")
     for length, theta in ((2048, 20452), (16384, 174970)):
-        frequencies, on_scores = Rope(64, 1024, scaling="dynamic_ntk").frequencies(length)
+        frequencies, on_scores = dynamic_ntk.frequencies(length)
         assert round(base(frequencies)) == theta
         assert on_scores == 1
-    plain = torch.tensor([10000 ** (-m / 32) for m in range(32)], dtype=torch.float64)
-    assert_near(Rope(64, 1024).frequencies(3072)[0], plain)
+
+    powers = [10000 ** (-m / 32) for m in range(32)]
+    plain = torch.tensor(powers, dtype=torch.float64)
+    frequencies, _ = Rope(64, 1024).frequencies(3072)
+    assert_near(frequencies, plain)
+
     for factor, s in ((None, 3.0), (8.0, 8.0)):
-        linear, on_scores = Rope(64, 1024, scaling="linear", factor=factor).frequencies(3072)
-        assert_near(linear, plain / s)
+        linear = Rope(64, 1024, scaling="linear", factor=factor)
+        frequencies, on_scores = linear.frequencies(3072)
+        assert_near(frequencies, plain / s)
         assert on_scores == 1
-        ntk, on_scores = Rope(64, 1024, scaling="ntk", factor=factor).frequencies(3072)
-        assert base(ntk) == pytest.approx(10000 * s ** (64 / 62))
+        ntk = Rope(64, 1024, scaling="ntk", factor=factor)
+        frequencies, on_scores = ntk.frequencies(3072)
+        assert base(frequencies) == pytest.approx(10000 * s ** (64 / 62))
         assert on_scores == 1
-        assert_near(ntk[-1], plain[-1] / s)  # the slowest pair is interpolated in full
+        assert_near(frequencies[-1], plain[-1] / s)  # the slowest pair is interpolated in full
 
 
 def yarn(d, theta, trained, s):
     """Peng et al. 2023, after their code: frequencies, and the factor on cos and sin."""
 
     def dimension(rotations):
-        return d * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        """The pair that turns this often in the training length."""
+        radians = rotations * 2 * math.pi
+        return d * math.log(trained / radians) / (2 * math.log(theta))
 
     low = max(math.floor(dimension(32)), 0)
     high = min(math.ceil(dimension(1)), d - 1)
     frequencies = []
     for m in range(d // 2):
         extrapolated = theta ** (-2 * m / d)
-        interpolated = min(max((m - low) / (high - low), 0), 1)  # the share of interpolation
-        frequencies.append(extrapolated / s * interpolated + extrapolated * (1 - interpolated))
-    return torch.tensor(frequencies, dtype=torch.float64), 0.1 * math.log(s) + 1
+        interpolated = extrapolated / s
+        ramp = (m - low) / (high - low)
+        share = min(max(ramp, 0), 1)  # of interpolation
+        frequencies.append(interpolated * share + extrapolated * (1 - share))
+    on_cos_and_sin = 0.1 * math.log(s) + 1
+    return torch.tensor(frequencies, dtype=torch.float64), on_cos_and_sin
 
 
 @pytest.mark.parametrize(
@@ -561,16 +666,20 @@ def yarn(d, theta, trained, s):
     ],
 )
 def test_yarn_is_its_authors_formula(d, theta, trained, length, factor):
-    frequencies, on_scores = Rope(d, trained, theta, "yarn", factor).frequencies(length)
-    expected, on_cos_and_sin = yarn(d, theta, trained, factor or length / trained)
+    rope = Rope(d, trained, theta, "yarn", factor)
+    frequencies, on_scores = rope.frequencies(length)
+    s = factor or length / trained
+    expected, on_cos_and_sin = yarn(d, theta, trained, s)
     assert_near(frequencies, expected)
     assert on_scores == pytest.approx(on_cos_and_sin**2)
 
 
 @pytest.mark.parametrize("scaling", Rope.SCALINGS)
 def test_slow_pairs_do_not_turn_and_fast_pairs_turn_as_without_a_share(scaling):
-    all_turn, on_scores = Rope(64, 1024, scaling=scaling).frequencies(4096)
-    half_turn, on_scores_of_half = Rope(64, 1024, scaling=scaling, share=0.5).frequencies(4096)
+    rope = Rope(64, 1024, scaling=scaling)
+    rope_of_half = Rope(64, 1024, scaling=scaling, share=0.5)
+    all_turn, on_scores = rope.frequencies(4096)
+    half_turn, on_scores_of_half = rope_of_half.frequencies(4096)
     assert torch.equal(half_turn[:16], all_turn[:16])
     assert not half_turn[16:].any()
     assert on_scores_of_half == on_scores
@@ -578,9 +687,11 @@ def test_slow_pairs_do_not_turn_and_fast_pairs_turn_as_without_a_share(scaling):
 
 def test_a_scaled_model_keeps_its_share():
     model = small_model("prope.py")
-    assert model.scale_rope("dynamic_ntk", theta=500.0).trunk.rope.rope.share == 0.5
+    model.scale_rope("dynamic_ntk", theta=500.0)
+    assert model.trunk.rope.rope.share == 0.5
     x = tokens(2, 40)
-    everywhere = small_model("softmax.py").scale_rope("dynamic_ntk", theta=500.0)
+    everywhere = small_model("softmax.py")
+    everywhere.scale_rope("dynamic_ntk", theta=500.0)
     everywhere.load_state_dict(model.state_dict())
     assert not torch.equal(model(x), everywhere(x))
 
@@ -590,21 +701,36 @@ def test_no_scaling_by_length_changes_the_trained_lengths(scaling):
     model = small_model("lssa.py")
     for L in (1, 9, 16):
         x = tokens(2, L)
-        plain = model.scale_rope("none")(x)
-        assert torch.equal(model.scale_rope(scaling)(x), plain)
+        model.scale_rope("none")
+        plain = model(x)
+        model.scale_rope(scaling)
+        assert torch.equal(model(x), plain)
 
 
 @pytest.mark.parametrize(
     "settings, arguments, message",
     [
-        ([], {"scaling": "yarn", "factor": 0.5}, "rope factor = 0.5 must be at least 1"),
-        ([], {"scaling": "none", "factor": 2.0}, "rope factor = 2.0 needs a scaling other than"),
-        (["--positions=alibi"], {"scaling": "ntk"}, "positions = 'alibi': there is no RoPE"),
+        (
+            [],
+            {"scaling": "yarn", "factor": 0.5},
+            "rope factor = 0.5 must be at least 1",
+        ),
+        (
+            [],
+            {"scaling": "none", "factor": 2.0},
+            "rope factor = 2.0 needs a scaling other than",
+        ),
+        (
+            ["--positions=alibi"],
+            {"scaling": "ntk"},
+            "positions = 'alibi': there is no RoPE",
+        ),
     ],
 )
 def test_refused_rope_scalings(settings, arguments, message):
+    model = small_model("softmax.py", *settings)
     with pytest.raises(UserError, match=message):
-        small_model("softmax.py", *settings).scale_rope(**arguments)
+        model.scale_rope(**arguments)
 
 
 # ---- positions ----
@@ -615,16 +741,32 @@ def test_learned_positions_are_added_and_end():
     plain = small_model("lssa.py", "--positions=none")
     plain.load_state_dict(model.state_dict(), strict=False)
     x = model.wte(tokens(2, 16))
-    assert_near(model.trunk(x), plain.trunk(x + model.trunk.wpe.weight))
+    positions = model.trunk.wpe.weight
+    assert_near(model.trunk(x), plain.trunk(x + positions))
+
+    prompt = tokens(1, 6)
     with pytest.raises(UserError, match="a length of 17 is beyond the 16 learned positions"):
-        generate(model, tokens(1, 6), 12)
-    ids = generate(model, tokens(1, 6), 11, temperature=0)  # the last token is never fed
-    assert torch.equal(ids, greedy(model, tokens(1, 6), 11))
-    std = build_model(small_config("softmax.py", "--positions=learned")).trunk.wpe.weight.std()
-    assert 0.015 < std < 0.025
+        generate(model, prompt, 12)
+    ids = generate(model, prompt, 11, temperature=0)  # the last token is never fed
+    assert torch.equal(ids, greedy(model, prompt, 11))
+
+    untrained = build_model(small_config("softmax.py", "--positions=learned"))
+    assert 0.015 < untrained.trunk.wpe.weight.std() < 0.025
 
 
 # ---- cache and generation ----
+
+
+def cached_positions(config, number, group, length):
+    """How many of `length` positions a layer's cache keeps for one of its groups of heads."""
+    window = window_of(config, number)
+    if config.local_window:
+        first_is_local = nope_heads(config, number) == 0
+        if group > 0 or first_is_local:
+            window = config.local_window
+    if window is None:
+        return length
+    return min(length, window)
 
 
 @torch.no_grad()
@@ -641,18 +783,17 @@ def test_a_cache_changes_nothing(case, window):
     whole = model.hidden(idx)
     for sizes in ([5, 1, 7, 10, 1], [18, 1, 1, 4]):
         cache = KVCache(24)
-        chunks = [model.hidden(chunk, cache) for chunk in idx.split(sizes, dim=1)]
-        assert_near(torch.cat(chunks, dim=1), whole, 1e-12)
+        assert_near(hidden_by_chunks(model, idx, sizes, cache), whole, 1e-12)
         assert cache.length == 24
+        groups = 0
         for number, layer in enumerate(model.attention_layers()):
             for group, attention in enumerate(layer.attentions()):
-                positions = window_of(model.config, number)
-                if model.config.local_window and (group or not nope_heads(model.config, number)):
-                    positions = model.config.local_window
+                positions = cached_positions(model.config, number, group, 24)
                 key, value, *_ = cache.layers[attention]
-                assert key.shape[2] == min(24, positions or 24)
-                assert value.shape[2] == min(24, positions or 24)
-        assert len(cache.layers) == sum(len(x.attentions()) for x in model.attention_layers())
+                assert key.shape[2] == positions
+                assert value.shape[2] == positions
+                groups += 1
+        assert len(cache.layers) == groups
 
 
 def test_the_norm_of_factors_that_cancel_is_at_least_their_rounding():
@@ -660,14 +801,17 @@ def test_the_norm_of_factors_that_cancel_is_at_least_their_rounding():
     second = 3e-4 * torch.randn(500, 16) - first
     a = torch.ones(1, 2, 500, 1)
     b = torch.stack((first, second))[None]
-    exact = Factors(a.double(), b.double()).expand().square().sum(-1)
-    assert (exact <= 2 * Factors(a, b).squared_norms()[:, :, 0]).all()
+    vectors = Factors(a.double(), b.double()).expand()
+    exact = vectors.square().sum(-1)
+    bound = 2 * Factors(a, b).squared_norms()[:, :, 0]
+    assert (exact <= bound).all()
 
 
 def greedy(model, ids, new):
     """Without a cache: the model reads the whole text again for every token."""
     for _ in range(new):
-        ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), dim=1)
+        likeliest = model(ids)[:, -1:].argmax(-1)
+        ids = torch.cat((ids, likeliest), dim=1)
     return ids
 
 
@@ -705,17 +849,21 @@ def test_prompts_of_several_lengths_are_continued_as_each_alone(case):
             (alone,) = generate(model, prompt[None], new, temperature=0)
             assert torch.equal(text, alone)
             if scaling == "none":
+                n = len(prompt)
                 likeliest = model(text[None])[0].argmax(-1)
-                assert torch.equal(text[len(prompt) :], likeliest[len(prompt) - 1 : -1])
+                assert torch.equal(text[n:], likeliest[n - 1 : -1])
 
 
 def test_generation_fixes_dynamic_ntk_by_the_final_length():
     model = small_model("lssar_p3.py", "--tie_embeddings=False")
     prompt = tokens(2, 10)
-    ids = generate(model.scale_rope("dynamic_ntk"), prompt, 30, temperature=0)
-    model.scale_rope("none", theta=10000 * (40 / 16) ** (8 / 6))
+    model.scale_rope("dynamic_ntk")
+    ids = generate(model, prompt, 30, temperature=0)
+    theta_at_40_tokens = 10000 * (40 / 16) ** (8 / 6)
+    model.scale_rope("none", theta=theta_at_40_tokens)
     assert torch.equal(ids, greedy(model, prompt, 30))
-    assert not torch.equal(ids, greedy(model.scale_rope("none"), prompt, 30))
+    model.scale_rope("none")
+    assert not torch.equal(ids, greedy(model, prompt, 30))
 
 
 def test_a_cache_that_is_too_small_is_refused():
@@ -730,11 +878,14 @@ def test_an_extreme_temperature_is_the_limit_of_temperatures():
     """Beyond float32's range too: 0 is greedy, and at infinity all tokens but `never` are alike."""
     model = small_model("softmax.py").float()
     prompt = tokens(1, 6)
-    greedy = generate(model, prompt, 5, temperature=0)
-    assert torch.equal(generate(model, prompt, 5, temperature=1e-40), greedy)
-    hot = generate(model, prompt.expand(400, -1), 1, temperature=1e39, never=3)[:, -1]
-    assert len(hot.unique()) > 150
-    assert 3 not in hot
+    likeliest = generate(model, prompt, 5, temperature=0)
+    cold = generate(model, prompt, 5, temperature=1e-40)
+    assert torch.equal(cold, likeliest)
+    prompts = prompt.expand(400, -1)
+    hot = generate(model, prompts, 1, temperature=1e39, never=3)
+    sampled = hot[:, -1]
+    assert len(sampled.unique()) > 150
+    assert 3 not in sampled
 
 
 @pytest.mark.parametrize("temperature, k", [(0.7, None), (3.0, None), (3.0, 3)])
@@ -742,7 +893,8 @@ def test_samples_follow_the_softmax_of_logits_over_temperature(temperature, k):
     """Of the k likeliest alone, and 5 standard errors of 4,000 samples around it."""
     model = small_model("softmax.py")
     x = tokens(1, 3)
-    top = model(x)[0, -1].topk(k or 257)
+    logits = model(x)[0, -1]
+    top = logits.topk(k or 257)
     probabilities = torch.zeros(257).double()
     probabilities[top.indices] = (top.values / temperature).softmax(-1)
     ids = generate(
@@ -779,7 +931,9 @@ def test_loss_under_autocast_is_near_the_exact_one(L):
     y = tokens(8, L, seed=1)
     exact = model(x, y).item()
     with torch.autocast("cpu", torch.bfloat16):
-        for loss in (model(x, y), model.token_losses(x, y).mean()):
+        mean_loss = model(x, y)
+        token_losses = model.token_losses(x, y)
+        for loss in (mean_loss, token_losses.mean()):
             assert loss.dtype == torch.float32
             assert loss.item() == pytest.approx(exact, rel=0.02)
         logits = next_logits(model, x, KVCache(L))
@@ -791,38 +945,48 @@ def test_loss_under_autocast_is_near_the_exact_one(L):
 
 @pytest.mark.parametrize("scale", [None, "355m", "45m", "tiny"])
 def test_t6_has_as_many_parameters_as_gpt2(scale):
-    scale_files = []
-    t6_files = ["t6.py"]
+    gpt2_files = []
+    t6_files = []
     if scale is not None:
-        scale_files = [f"scales/{scale}.py"]
-        t6_files += [f"scales/{scale}.py", f"scales/t6/{scale}.py"]
-    gpt2 = load_files(*scale_files)
-    t6 = load_files(*t6_files)
-    lssar = load_files("t6_lssar_p15.py", *t6_files[1:])
-    parameters = on_meta(t6).count_parameters()
-    assert parameters == pytest.approx(on_meta(gpt2).count_parameters(), rel=6e-3)
+        gpt2_files = [f"scales/{scale}.py"]
+        t6_files = [f"scales/{scale}.py", f"scales/t6/{scale}.py"]
+    gpt2 = load_files(*gpt2_files)
+    t6 = load_files("t6.py", *t6_files)
+    lssar = load_files("t6_lssar_p15.py", *t6_files)
+    t6_parameters = on_meta(t6).count_parameters()
+    gpt2_parameters = on_meta(gpt2).count_parameters()
+    assert t6_parameters == pytest.approx(gpt2_parameters, rel=6e-3)
     assert t6.d_head == gpt2.d_head
     assert t6.mlp_hidden == 8 * t6.n_embd // 3
-    assert lssar.replace(name=t6.name, attention="softmax", p=None, out_dir=t6.out_dir) == t6
+    with_softmax = lssar.replace(
+        name=t6.name,
+        attention="softmax",
+        p=None,
+        out_dir=t6.out_dir,
+    )
+    assert with_softmax == t6
 
 
 def test_first_weights_of_t6_are_its_authors():
     torch.manual_seed(0)
-    model = build_model(load_config([str(CONFIGS / "t6.py"), "--n_layer=1", "--tokenizer=bytes"]))
-    (block,) = model.trunk.blocks
+    config = load_config([str(CONFIGS / "t6.py"), "--n_layer=1", "--tokenizer=bytes"])
+    (block,) = build_model(config).trunk.blocks
     assert not block.attn.c_proj.weight.any()
     assert not block.mlp.c_proj.weight.any()
     assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.01)
-    factors = [
-        (6 * 34, (768, 34, 6)),  # a of q
-        (6 * 64, (768, 6, 64)),  # b of q
-        (2 * 34, (768, 34, 2)),  # a of k
-        (2 * 64, (768, 2, 64)),  # b of k
-        (2 * 34, (768, 34, 2)),  # a of v
-        (2 * 64, (768, 2, 64)),  # b of v
+    shapes = [
+        (768, 34, 6),  # a of q
+        (768, 6, 64),  # b of q
+        (768, 34, 2),  # a of k
+        (768, 2, 64),  # b of k
+        (768, 34, 2),  # a of v
+        (768, 2, 64),  # b of v
     ]
-    weights = block.attn.c_attn.weight.split([size for size, _ in factors])
-    for weight, (_, shape) in zip(weights, factors, strict=True):
+    rows = [math.prod(shape[1:]) for shape in shapes]
+    weights = block.attn.c_attn.weight.split(rows)
+    for weight, shape in zip(weights, shapes, strict=True):
         drawn = torch.nn.init.xavier_uniform_(torch.empty(shape))
-        assert weight.std().item() == pytest.approx(drawn.std().item(), rel=0.01)
-        assert weight.abs().max().item() == pytest.approx(drawn.abs().max().item(), rel=1e-3)
+        std = drawn.std().item()
+        largest = drawn.abs().max().item()
+        assert weight.std().item() == pytest.approx(std, rel=0.01)
+        assert weight.abs().max().item() == pytest.approx(largest, rel=1e-3)

@@ -14,7 +14,8 @@ from tests import textbook
 from tests.fused import build, draw, draw_off_kinks, evaluate, exact_evaluation
 from tests.helpers import ATTENTIONS
 
-FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+FLOAT32 = torch.float32
+BFLOAT16 = torch.bfloat16
 
 # ---- rounding ----
 
@@ -22,7 +23,15 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 SPARSE = {"sparsemax.py", "entmax15.py", "asentmax.py"}
 ROWS = [row for row in ATTENTIONS if row not in SPARSE]
 # (length, window)
-SIZES = [(1, None), (2, None), (5, None), (65, None), (65, 4), (1000, None), (1000, 300)]
+SIZES = [
+    (1, None),
+    (2, None),
+    (5, None),
+    (65, None),
+    (65, 4),
+    (1000, None),
+    (1000, 300),
+]
 LEARNABLE = ("ds", "db", "dp_n")
 
 
@@ -71,7 +80,9 @@ class Evaluations:
         scale = self.squares**0.5
         if keys > 1:  # with one key most gradients are 0
             scale = max(exact.norm(), 1e-9 * scale)
-        return (ours - exact).norm() / scale, (printed - exact).norm() / scale
+        error = (ours - exact).norm() / scale
+        error_of_printed = (printed - exact).norm() / scale
+        return error, error_of_printed
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
@@ -79,7 +90,8 @@ class Evaluations:
 def test_at_most_twice_the_error_of_the_formula_in_the_same_dtype(case, dtype):
     for i, (L, window) in enumerate(SIZES):
         # each pair of length and head size in about a third of the rows; other rows do not matter
-        head_size = (16, 64, 128)[(i + zlib.crc32(case.encode())) % 3]
+        hash_of_row = zlib.crc32(case.encode())
+        head_size = (16, 64, 128)[(i + hash_of_row) % 3]
         evaluations = Evaluations(case, head_size, window)
         keys = min(L, window or L)
         draws = 1
@@ -114,16 +126,19 @@ def test_at_most_twice_the_error_of_the_formula_in_the_same_dtype(case, dtype):
 def test_rows_of_tiny_weights(case, score, impl):
     """Their sums are below 5e-20, whose inverse square overflows; F.gelu would be 0."""
     q, k, v, gradient = draw(9, 9, 16, FLOAT32)
-    q = q.abs() * score / (q.abs().sum(-1, keepdim=True) / 4)
+    q = q.abs()
+    q = q * score / (q.sum(-1, keepdim=True) / 4)
     k = 0.9 + 0.1 * k.abs()
+    inputs = (q, k, v, gradient)
     layer = build(case, 16, f"--attention_impl={impl}")
-    results = evaluate(layer, (q, k, v, gradient))
-    for name, exact in exact_evaluation(case, (q, k, v, gradient)).items():
+    results = evaluate(layer, inputs)
+    for name, exact in exact_evaluation(case, inputs).items():
         tolerance = 1e-4
         if (case, impl, name) == ("ablations/phi_gelu.py", "triton", "dq"):
             # its terms cancel: on some CPUs the kernels' gelu, exact to 1.2e-7, leaves 2.3e-4 of it
             tolerance = 1e-3
-        assert (results[name] - exact).norm() < tolerance * exact.norm(), name
+        error = (results[name] - exact).norm()
+        assert error < tolerance * exact.norm(), name
 
 
 # ---- 16,384 keys ----
@@ -139,8 +154,10 @@ def test_p_of_100_at_16384_keys_in_bfloat16(case):
     for result in results.values():
         assert result.isfinite().all()
     A = attn.weights(q, k)
-    torch.testing.assert_close(A.sum(-1), torch.ones_like(A[..., 0]), rtol=1e-5, atol=0)
+    sums = A.sum(-1)
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-5, atol=0)
     assert (A[:, :, 2, 100] > 0.99).all()
     double = build(case, 64, "--p=100").double()
     exact = textbook.attention(double, q.double(), k.double(), v.double())
-    assert (results["out"] - exact.flatten()).norm() < 0.01 * exact.norm()
+    error = (results["out"] - exact.flatten()).norm()
+    assert error < 0.01 * exact.norm()

@@ -14,6 +14,7 @@ from data.simulated import TRAINING
 from errors import UserError
 
 MANY = [draw(5, index, 10) for index in range(3000)]
+TIME_STEPS = [7 * 0.0027, 180 * 0.0027]
 
 
 def sequences(split, indices, planets=10, bins=7000, entries=1000):
@@ -23,7 +24,8 @@ def sequences(split, indices, planets=10, bins=7000, entries=1000):
 
 def places(system, entries=1000):
     """The bodies' positions in a sequence, [points, bodies, 2]."""
-    ((_, at),) = simulated([system], entries)
+    (group,) = simulated([system], entries)
+    _, at = group
     return at[0]
 
 
@@ -51,33 +53,42 @@ def test_a_numerical_integration_gives_the_same_orbit_over_a_hundred_periods():
         time_step=period / 5,
     )
     (at,) = positions([system], 501)
-    centre = (system.masses[:, None] * at).sum(1) / system.masses.sum()
+    moments = system.masses[:, None] * at
+    centre = moments.sum(1) / system.masses.sum()
     assert np.allclose(centre, system.centre, atol=1e-12)
 
     # velocities at the start: a derivative of eighth order
     step = 1e-4
     weights = [4 / 5, -1 / 5, 4 / 105, -1 / 280]
-    (after,) = positions([replace(system, time_step=step)], 5)
-    (before,) = positions([replace(system, time_step=-step)], 5)
+    forwards = replace(system, time_step=step)
+    backwards = replace(system, time_step=-step)
+    (after,) = positions([forwards], 5)
+    (before,) = positions([backwards], 5)
     velocity = np.tensordot(weights, after[1:] - before[1:], 1) / step
 
-    def pull(_, state):
-        where, speed = state.reshape(2, 2, 2)
-        vector = where[1] - where[0]
+    def derivative(_, state):
+        """The derivative of `state`, which is both bodies' positions and velocities."""
+        (planet, star), velocities = state.reshape(2, 2, 2)
+        vector = star - planet
         pull = G * vector / np.linalg.norm(vector) ** 3
-        return np.concatenate([speed.ravel(), star_mass * pull, -planet_mass * pull])
+        planet_acceleration = star_mass * pull
+        star_acceleration = -planet_mass * pull
+        return np.concatenate([velocities.ravel(), planet_acceleration, star_acceleration])
 
+    first_state = np.concatenate([at[0].ravel(), velocity.ravel()])
+    times = np.arange(501) * system.time_step
     solution = solve_ivp(
-        pull,
+        derivative,
         t_span=(0, 100 * period),
-        y0=np.concatenate([at[0].ravel(), velocity.ravel()]),
+        y0=first_state,
         method="DOP853",
-        t_eval=np.arange(501) * system.time_step,
+        t_eval=times,
         rtol=1e-13,
         atol=1e-13,
     )
     integrated = solution.y[:4].T.reshape(-1, 2, 2)
-    assert np.abs(integrated - at).max() < 1e-6
+    error = integrated - at
+    assert np.abs(error).max() < 1e-6
 
 
 def test_the_star_of_several_planets_stands_still_where_one_of_its_orbits_begins():
@@ -95,8 +106,10 @@ def test_the_star_of_several_planets_stands_still_where_one_of_its_orbits_begins
         phases=system.phases[:1],
     )
     (alone,) = positions([first_planet], 250)
-    assert np.allclose(alone[0, 1], star[0], atol=1e-14)
-    assert np.allclose(alone[:, 0] - alone[:, 1], at[:, 0] - star, atol=1e-12)
+    planet_alone = alone[:, 0]
+    star_alone = alone[:, 1]
+    assert np.allclose(star_alone[0], star[0], atol=1e-14)
+    assert np.allclose(planet_alone - star_alone, at[:, 0] - star, atol=1e-12)
 
 
 def test_a_system_depends_on_its_split_and_index_alone():
@@ -104,7 +117,8 @@ def test_a_system_depends_on_its_split_and_index_alone():
     for index, sequence in enumerate(together):
         (alone,) = sequences(5, [index])
         assert np.array_equal(sequence, alone)
-    assert len({sequence.tobytes() for sequence in together}) == 40
+    distinct = {sequence.tobytes() for sequence in together}
+    assert len(distinct) == 40
     (other_split,) = sequences(6, [0])
     assert not np.array_equal(together[0], other_split)
 
@@ -122,29 +136,39 @@ def joined(element):
 
 
 def test_the_draws_are_distributed_as_documented():
-    counts = np.bincount([len(system.axes) for system in MANY], minlength=11)
+    planets_of_systems = [len(system.axes) for system in MANY]
+    counts = np.bincount(planets_of_systems, minlength=11)
     assert counts[0] == 0
     assert stats.chisquare(counts[1:]).pvalue > 1e-4
+
     planets = np.concatenate([system.masses[:-1] for system in MANY])
     assert planets.min() >= 1e-9
     assert planets.max() == 1e-3
+    law_of_planets = stats.gamma(0.3202016, 6.009815e-8, 1.105595e-3)
+    assert_drawn_from(law_of_planets, planets[planets < 1e-3])
+
     stars = np.array([system.masses[-1] for system in MANY])
     assert stars.min() >= 0.1
     assert stars.max() <= 5
-    assert_drawn_from(stats.gamma(0.3202016, 6.009815e-8, 1.105595e-3), planets[planets < 1e-3])
-    assert_drawn_from(stats.lognorm(0.2004501, -0.6793606, 1.6271509), stars[stars > 0.1])
+    law_of_stars = stats.lognorm(0.2004501, -0.6793606, 1.6271509)
+    assert_drawn_from(law_of_stars, stars[stars > 0.1])
+
     assert_drawn_from(stats.uniform(0.3, 31.7), joined("axes"))
     assert_drawn_from(stats.beta(0.867, 3.03), joined("eccentricities"))
     assert_drawn_from(stats.uniform(0, 2 * np.pi), joined("tilts"))
     assert_drawn_from(stats.norm(), joined("centre"))
+
     steps = np.array([system.time_step for system in MANY])
-    assert set(steps) == {7 * 0.0027, 180 * 0.0027}
-    assert abs((steps > 0.1).mean() - 0.5) < 0.04
+    assert set(steps) == set(TIME_STEPS)
+    share_of_long_steps = (steps > 0.1).mean()
+    assert abs(share_of_long_steps - 0.5) < 0.04
 
 
 def test_pairs_are_drawn_with_the_lighter_body_first():
     masses = np.array([draw_pair(5, index).masses for index in range(1000)])
-    assert (masses[:, 0] <= masses[:, 1]).all()
+    lighter = masses[:, 0]
+    heavier = masses[:, 1]
+    assert (lighter <= heavier).all()
     assert masses.min() >= 1e-4
     assert masses.max() <= 1.01e-2
     assert abs(masses.mean() - 5.1e-3) < 3e-4
@@ -157,14 +181,18 @@ def test_a_sequence_is_a_time_step_and_the_bodies_in_turns(bins):
         (sequence,) = orbits.tokenise([system], bins, 1000)
         assert sequence.shape == (1000, 2)
         assert sequence.dtype == np.uint16
-        step = bins + [7 * 0.0027, 180 * 0.0027].index(system.time_step)
-        assert sequence[0].tolist() == [step, step]
-        expected = places(system).reshape(-1, 2)[:999].clip(-50, 50)
-        middles = (sequence[1:] + 0.5) * 100 / bins - 50
-        assert np.abs(middles - expected).max() <= 50 / bins * (1 + 1e-9)
+        time_step = sequence[0]
+        id_of_step = bins + TIME_STEPS.index(system.time_step)
+        assert time_step.tolist() == [id_of_step, id_of_step]
+        bins_of_bodies = sequence[1:]
+        middles = (bins_of_bodies + 0.5) * 100 / bins - 50
+        bodies = places(system).reshape(-1, 2)[:999]
+        error = middles - bodies.clip(-50, 50)
+        half_a_bin = 50 / bins
+        assert np.abs(error).max() <= half_a_bin * (1 + 1e-9)
     # positions of the last, wide system are clipped
-    assert sequence[1:].min() == 0
-    assert sequence[1:].max() == bins - 1
+    assert bins_of_bodies.min() == 0
+    assert bins_of_bodies.max() == bins - 1
 
 
 def open_loader(systems=40, **more):
@@ -178,25 +206,33 @@ def open_loader(systems=40, **more):
 
 def test_what_tells_systems_apart():
     identity = {"orbits": "simulated orbits of 1 to 2 planets, 40 systems, 500 bins"}
-    assert open_loader().identity() == open_loader(rank=1, world_size=4).identity() == identity
+    assert open_loader().identity() == identity
+    assert open_loader(rank=1, world_size=4).identity() == identity
     assert open_loader(systems=41).identity() != identity
 
 
 def contents(batches):
     """Each system's tokens in these batches, as bytes."""
-    return [system.numpy().tobytes() for x, _ in batches for system in x]
+    systems = []
+    for x, _ in batches:
+        systems += [system.numpy().tobytes() for system in x]
+    return systems
 
 
 def test_batches_are_the_same_for_any_number_of_processes():
     whole = open_loader()
     ranks = [open_loader(rank=rank, world_size=4) for rank in range(4)]
     x, y = whole.batch(7)
-    assert x.shape == y.shape == (8, 31, 2)
+    assert x.shape == (8, 31, 2)
+    assert y.shape == (8, 31, 2)
     assert (x[:, 1:] == y[:, :-1]).all()
-    shares = [loader.batch(7)[0] for loader in ranks]
+    shares = []
+    for loader in ranks:
+        share, _ = loader.batch(7)
+        shares.append(share)
     assert (x == np.concatenate(shares)).all()
-    first = int(whole._windows(7)[0])
-    (sequence,) = sequences(TRAINING, [first], 2, 500, 32)
+    first_system = int(whole._windows(7)[0])
+    (sequence,) = sequences(TRAINING, [first_system], 2, 500, 32)
     assert (x[0].numpy() == sequence[:-1]).all()
 
 
@@ -204,19 +240,21 @@ def test_an_epoch_and_the_validation_have_each_system_once():
     loader = open_loader()
     epoch = contents(loader.batch(step) for step in range(5))
     assert len(set(epoch)) == 40
-    validation = list(loader.validation_batches(10 * 31, 4))
-    assert [len(x) for x, _ in validation] == [4, 4, 2]
+    batches = list(loader.validation_batches(10 * 31, 4))
+    assert [len(x) for x, _ in batches] == [4, 4, 2]
     assert loader.validation_windows(319) == 10
-    assert not set(contents(validation)) & set(epoch)
+    validation = contents(batches)
+    assert set(validation).isdisjoint(epoch)
     shared = []
     for rank in range(4):
-        share = open_loader(rank=rank, world_size=4).validation_batches(10 * 31, 4)
-        shared += contents(share)
-    assert sorted(shared) == sorted(contents(validation))
+        loader_of_rank = open_loader(rank=rank, world_size=4)
+        shared += contents(loader_of_rank.validation_batches(10 * 31, 4))
+    assert sorted(shared) == sorted(validation)
 
 
 def test_too_few_systems_are_refused():
+    loader = open_loader()
     with pytest.raises(UserError, match="val_tokens = 30, but one system takes 31"):
-        open_loader().validation_batches(30, 4)
+        loader.validation_batches(30, 4)
     with pytest.raises(UserError, match="1 to 2 planets: .* 4 windows .* one batch takes 8"):
         open_loader(systems=4)

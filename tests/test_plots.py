@@ -8,25 +8,33 @@ from tests.helpers import not_blank
 
 def test_a_saved_picture_has_the_format_of_its_suffix(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    figure = draw_curves({"": [Curve("a", [1, 2], [3, 4])]}, "x", "y")
-    first_bytes = {"a.png": b"\x89PNG", "a.pdf": b"%PDF", "a.svg": b"<?xml"}
+    curve = Curve("a", [1, 2], [3, 4])
+    figure = draw_curves({"": [curve]}, "x", "y")
+    first_bytes = {
+        "a.png": b"\x89PNG",
+        "a.pdf": b"%PDF",
+        "a.svg": b"<?xml",
+    }
     for name, expected in first_bytes.items():
-        save_picture(figure, tmp_path / name)
-        assert (tmp_path / name).read_bytes().startswith(expected)
+        path = tmp_path / name
+        save_picture(figure, path)
+        assert path.read_bytes().startswith(expected)
         assert capsys.readouterr().out == f"picture: {name}\n"
     assert not_blank(tmp_path / "a.png")
 
 
 def test_a_reference_takes_no_style_of_a_curve():
     chance = Curve("chance", [1, 2], [5, 5], reference=True)
-    first = [chance, Curve("a", [1, 2], [3, 4])]
-    second = [Curve("b", [1, 2], [4, 3]), chance]
-    figure = draw_curves({"one": first, "two": second}, "x", "y")
+    a = Curve("a", [1, 2], [3, 4])
+    b = Curve("b", [1, 2], [4, 3])
+    panels = {"one": [chance, a], "two": [b, chance]}
+    figure = draw_curves(panels, "x", "y")
     styles = {}
     for axes in figure.axes:
         for line in axes.lines:
+            label = line.get_label()
             style = (line.get_color(), line.get_marker(), line.is_dashed())
-            assert styles.setdefault(line.get_label(), style) == style
+            assert styles.setdefault(label, style) == style
     assert styles == {
         "chance": ("0.3", "None", True),
         "a": ("C0", "o", False),
@@ -34,7 +42,14 @@ def test_a_reference_takes_no_style_of_a_curve():
     }
 
 
-@pytest.mark.parametrize("panels, count, label", [(1, 2, "a"), (1, 9, "b" * 40), (3, 43, "c" * 25)])
+@pytest.mark.parametrize(
+    "panels, count, label",
+    [
+        (1, 2, "a"),
+        (1, 9, "b" * 40),
+        (3, 43, "c" * 25),
+    ],
+)
 def test_a_legend_takes_a_fifth_of_the_picture_at_most(tmp_path, panels, count, label):
     curves = []
     for i in range(count):

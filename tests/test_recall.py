@@ -91,7 +91,10 @@ def test_every_answer_follows_from_the_sequence(task):
         assert min(tokens) >= 0
         assert max(tokens) < 256
         assert targets(drawn).tolist() == read(task, tokens)
-        assert len(drawn.answers) == (length // 2 if task == "sort" else 4)
+        if task == "sort":
+            assert len(drawn.answers) == length // 2
+        else:
+            assert len(drawn.answers) == 4
         sources = drawn.tokens[drawn.sources]
         if task not in ("mqar", "sort"):
             sources = sources % 16
@@ -130,11 +133,13 @@ def test_chance_is_the_best_guess_without_keys(task, length):
             places = np.array([1, 3, 5, 7])
         else:
             places = np.flatnonzero(drawn.tokens < 192)
-        asked.update(np.searchsorted(places, drawn.sources).tolist())
+        asked_places = np.searchsorted(places, drawn.sources)
+        asked.update(asked_places.tolist())
     weights = [asked[i] for i in range(len(places))]
     right = []
     for drawn in sequences[2000:]:
-        guess = likeliest(values_in_view(task, drawn.tokens.tolist()), weights)
+        values = values_in_view(task, drawn.tokens.tolist())
+        guess = likeliest(values, weights)
         right += list(drawn.answers == guess)
     assert np.mean(right) == pytest.approx(chance(task, length), abs=0.01)
 
@@ -144,7 +149,8 @@ def test_chance_of_sort_is_the_answer_before(length):
     right = []
     for index in range(1000):
         answers = draw("sort", 5, index, length).answers
-        right += [False, *(answers[1:] == answers[:-1])]
+        repeats = answers[1:] == answers[:-1]
+        right += [False, *repeats]
     assert np.mean(right) == pytest.approx(chance("sort", length), abs=0.01)
 
 
@@ -152,8 +158,10 @@ def test_chance_is_exact_to_a_tenth_of_a_percent():
     for task, count in {"lookup": 16, "mqar": 64}.items():
         most = []
         for values in itertools.product(range(count), repeat=3):  # the fourth is 0
-            most.append(max(Counter((0, *values)).values()))
-        assert chance(task, 64) == pytest.approx(np.mean(most) / 4, abs=5e-4)
+            counts = Counter((0, *values))
+            most.append(max(counts.values()))
+        expected = np.mean(most) / 4
+        assert chance(task, 64) == pytest.approx(expected, abs=5e-4)
     # of 32 answers as many repeat none as there are different symbols: 32 (1 - (31 / 32)^32)
     assert chance("sort", 64) == pytest.approx((31 / 32) ** 32)
     assert chance("mqar", 64, pairs=1) == 1
@@ -164,7 +172,8 @@ def test_chance_is_exact_to_a_tenth_of_a_percent():
 def test_batches_are_the_same_for_ever(task):
     loader = RecallLoader(task, Batching(64, 32, 1337))
     x, y = loader.batch(0)
-    digest = hashlib.sha256(x.numpy().tobytes() + y.numpy().tobytes()).hexdigest()
+    content = x.numpy().tobytes() + y.numpy().tobytes()
+    digest = hashlib.sha256(content).hexdigest()
     assert digest[:12] == CHECKSUMS[task]
     lengths = [loader._length(step) for step in range(1000)]
     assert 450 < lengths.count(64) < 550
@@ -197,11 +206,19 @@ def test_a_resumed_run_is_the_same(train):
     whole = train("whole", *BOTH, "--recall=mqar")
     rates = metrics(whole, "tokens_per_s").values()
     times = metrics(whole, "ms").values()
-    tokens = [round(rate * ms / 1000) for rate, ms in zip(rates, times, strict=True)]
+    tokens = []
+    for rate, ms in zip(rates, times, strict=True):
+        tokens.append(round(rate * ms / 1000))
     assert tokens[::2] == [512] * 3
     assert min(tokens[1::2]) < 512  # batches of recall are shorter
     train("resumed", *BOTH, "--recall=mqar", "--max_iters=3")
-    assert_same_run(whole, train("resumed", *BOTH, "--recall=mqar", "--resume"))
+    resumed = train("resumed", *BOTH, "--recall=mqar", "--resume")
+    assert_same_run(whole, resumed)
+
+
+def assert_same_batch(batch, expected):
+    for ids, expected_ids in zip(batch, expected, strict=True):
+        assert torch.equal(ids, expected_ids)
 
 
 def test_text_and_recall_in_turn(shards):
@@ -212,45 +229,57 @@ def test_text_and_recall_in_turn(shards):
     text = TokenLoader(shards, batching, 257)
     recall = RecallLoader("latest", batching)
     assert loader.tokens == 2 * text.tokens
-    sequences = {"recall sequences": hash_sequences("latest")}
-    assert loader.identity() == text.identity() | {"recall": "latest, ids from 257"} | sequences
-    assert recall.identity() == {"recall": "latest, ids from 0"} | sequences
+    sequences = hash_sequences("latest")
+    assert recall.identity() == {
+        "recall": "latest, ids from 0",
+        "recall sequences": sequences,
+    }
+    assert loader.identity() == text.identity() | {
+        "recall": "latest, ids from 257",
+        "recall sequences": sequences,
+    }
     for step in (0, 1, 2, 7, 8, 3):
         if step % 2:
             batch = recall.batch(step // 2)
             expected = [torch.where(ids < 0, ids, ids + 257) for ids in batch]
         else:
             expected = text.batch(step // 2)
-        for ids, expected_ids in zip(loader.batch(step), expected, strict=True):
-            assert torch.equal(ids, expected_ids)
-    batch = next(loader.validation_batches(512, 8))
+        assert_same_batch(loader.batch(step), expected)
+    validation = next(loader.validation_batches(512, 8))
     expected = next(text.validation_batches(512, 8))
-    for ids, expected_ids in zip(batch, expected, strict=True):
-        assert torch.equal(ids, expected_ids)
+    assert_same_batch(validation, expected)
 
 
 @pytest.mark.parametrize("settings, first", [(SETTINGS, 0), (BOTH, 257)])
 def test_the_accuracy_by_hand(settings, first, call, capsys, shards, tmp_path):
     torch.manual_seed(0)
-    model = build_model(
-        small_config("softmax.py", *settings, "--recall=latest", f"--data_dir={shards}")
-    )
+    config = small_config("softmax.py", *settings, "--recall=latest", f"--data_dir={shards}")
+    model = build_model(config)
+    # so that a guess is often a value
     ids = torch.arange(len(model.lm_head.weight))[:, None] - first
-    model.lm_head.weight.data *= 50 * ((ids >= 0) & (ids < 16))  # so that a guess is often a value
+    is_value = (ids >= 0) & (ids < 16)
+    model.lm_head.weight.data *= 50 * is_value
     run = saved_run(tmp_path / "latest", model)
-    call(recall, run, "--lengths=32", "--answers=400", "--rope=none", "--device=cpu", "--out=x.png")
+    options = ["--lengths=32", "--answers=400", "--rope=none", "--device=cpu", "--out=x.png"]
+    call(recall, run, *options)
     (measured,) = json.loads((run / "recall.json").read_text())
     for length in (32, 64):
-        sequences = [draw("latest", 2, index, length).tokens.tolist() for index in range(100)]
-        answers = torch.tensor([read("latest", tokens) for tokens in sequences])
+        sequences = []
+        answers = []
+        for index in range(100):
+            tokens = draw("latest", 2, index, length).tokens.tolist()
+            sequences.append(tokens)
+            answers.append(read("latest", tokens))
         with torch.no_grad():
             predicted = model(first + torch.tensor(sequences)).argmax(-1)
-        right = (predicted == first + answers).sum().item()
-        part = measured["parts"][str(length)]
+        is_right = predicted == first + torch.tensor(answers)
+        right = is_right.sum().item()
         assert right > 10
+        part = measured["parts"][str(length)]
         assert part["accuracy"] == right / 400
         assert part["answers"] == 400
-        assert sum(judged["answers"] for judged in part["distances"].values()) == 400
+        distances = part["distances"].values()
+        assert sum(judged["answers"] for judged in distances) == 400
     printed, errors = capsys.readouterr()
     assert "nothing to draw" in errors
     title, _, line = printed.strip().splitlines()
@@ -262,16 +291,27 @@ def test_the_accuracy_by_hand(settings, first, call, capsys, shards, tmp_path):
         text = TokenLoader(shards, Batching(64, 8, 0), 257)
         ((x, y),) = text.validation_batches(512, 8)
         loss = of_text["parts"]["64 tokens"]["loss"]
-        assert loss == pytest.approx(model(x, y).item(), rel=1e-5)
+        expected = model(x, y).item()
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_accuracy_by_distance():
     tokens = np.zeros(64, np.int64)
     places = np.array([60, 61])
-    near = Drawn(tokens, places, answers=np.array([3, 4]), sources=np.array([59, 57]))
-    far = Drawn(tokens, places, answers=np.array([5, 6]), sources=np.array([57, 0]))
-    answers = [np.array([3, 4]), np.array([5, 0])]
-    assert recall.judge([near, far], answers) == {
+    near = Drawn(
+        tokens,
+        places,
+        answers=np.array([3, 4]),
+        sources=np.array([59, 57]),
+    )
+    far = Drawn(
+        tokens,
+        places,
+        answers=np.array([5, 6]),
+        sources=np.array([57, 0]),
+    )
+    given = [np.array([3, 4]), np.array([5, 0])]
+    assert recall.judge([near, far], given) == {
         "accuracy": 0.75,
         "exact": 0.5,
         "answers": 4,
@@ -284,8 +324,11 @@ def test_the_accuracy_by_distance():
 
 
 def test_a_table_has_no_accuracy_below_the_training_length():
-    parts = {"32": {"accuracy": 0.7}, "64": {"accuracy": 0.8}}
-    assert kinds.accuracies_if_learned({"trained_length": 64, "parts": parts}) == [None, 80.0]
+    measured = {
+        "trained_length": 64,
+        "parts": {"32": {"accuracy": 0.7}, "64": {"accuracy": 0.8}},
+    }
+    assert kinds.accuracies_if_learned(measured) == [None, 80.0]
 
 
 def test_a_distance_of_few_answers_is_not_drawn():
@@ -293,18 +336,29 @@ def test_a_distance_of_few_answers_is_not_drawn():
         "4": {"answers": 30, "accuracy": 0.5},
         "64": {"answers": 29, "accuracy": 1.0},
     }
-    curve = recall.distance_curve("a run", {"parts": {"128": {"distances": judged}}}, 128)
+    measured = {"parts": {"128": {"distances": judged}}}
+    curve = recall.distance_curve("a run", measured, 128)
     assert curve.x == [4]
     assert curve.y == [50.0]
+
+
+def measured_run(task, parts, **facts):
+    """What recall.json stores of a run that was measured without options, and more `facts`."""
+    defaults = dict.fromkeys(("rope", "rope_factor", "rope_theta", "window", "p"))
+    return defaults | {
+        "recall": task,
+        "variant": "lssa",
+        "trained_length": 64,
+        "proportional": False,
+        "parts": parts,
+        **facts,
+    }
 
 
 def test_whole_sequences_of_sort(capsys):
     trained = {"accuracy": 0.995, "exact": 0.25, "answers": 800, "distances": {}}
     longer = trained | {"accuracy": 0.5}
-    run = {"recall": "sort", "variant": "lssa", "trained_length": 64, "step": 6}
-    run |= dict.fromkeys(("rope", "rope_factor", "rope_theta", "window", "p"))
-    run["proportional"] = False
-    run["parts"] = {"64": trained, "128": longer}
+    run = measured_run("sort", {"64": trained, "128": longer}, step=6)
 
     def shown(**options):
         recall.show(recall.RecallOptions(**options), {"run": run})
@@ -318,29 +372,31 @@ def test_whole_sequences_of_sort(capsys):
 
 
 def test_a_dashed_line_is_the_level_of_chance():
-    def measured(task, proportional=False):
-        run = {
-            "recall": task,
-            "variant": "lssa",
-            "trained_length": 64,
-            "proportional": proportional,
-        }
-        run |= dict.fromkeys(("rope", "rope_factor", "rope_theta", "window", "p"))
-        judged = {"accuracy": 1.0, "exact": 1.0, "answers": 800, "distances": {}}
-        return run | {"parts": {"64": judged, "1024": judged}}
+    judged = {"accuracy": 1.0, "exact": 1.0, "answers": 800, "distances": {}}
+    parts = {"64": judged, "1024": judged}
 
     def dashed(**results):
-        (axes,) = recall.show(recall.RecallOptions(), results)["recall"].axes
+        """The percentages of each line but the runs' own, by its label."""
+        figure = recall.show(recall.RecallOptions(), results)["recall"]
+        (axes,) = figure.axes
         lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-        assert all(lines.pop(name) == [100, 100] for name in results)
-        lines = {label: y for label, y in lines.items() if not label.startswith("_")}
-        return {label: [round(percent, 1) for percent in y] for label, y in lines.items()}
+        for name in results:
+            assert lines.pop(name) == [100, 100]
+        rounded = {}
+        for label, percentages in lines.items():
+            if not label.startswith("_"):
+                rounded[label] = [round(percent, 1) for percent in percentages]
+        return rounded
 
+    lookup = measured_run("lookup", parts)
+    mqar = measured_run("mqar", parts, proportional=True)
+    sort = measured_run("sort", parts)
+    latest = measured_run("latest", parts)
     in_view = "chance: a value in view, without matching its key"
     repeated = "chance: repeating the last answer"
-    assert dashed(a=measured("lookup"), b=measured("lookup")) == {in_view: [33.7, 33.7]}
-    assert dashed(a=measured("mqar", proportional=True)) == {in_view: [27.3, 6.2]}
-    assert dashed(a=measured("sort"), b=measured("latest")) == {
+    assert dashed(a=lookup, b=lookup) == {in_view: [33.7, 33.7]}
+    assert dashed(a=mqar) == {in_view: [27.3, 6.2]}
+    assert dashed(a=sort, b=latest) == {
         f"sort, {repeated}": [36.2, 93.8],
         f"latest, {in_view}": [31.5, 31.5],
     }
@@ -352,8 +408,14 @@ def test_the_picture_of_a_table_has_the_level_of_chance():
     softmax = summarise([run | {"values": [90.0, 50.0]}]) | {"paper": None}
     ssmax = summarise([run | {"values": [95.0, 60.0]}]) | {"paper": None}
     ssmax["difference"] = paired(ssmax, softmax)
-    table = {"scale": "tiny", "unit": "%", "multiples": [1, 16], "baseline": "softmax"}
-    figure = pictures.together(table | {"rows": {"softmax": softmax, "ssmax": ssmax}})
+    table = {
+        "scale": "tiny",
+        "unit": "%",
+        "multiples": [1, 16],
+        "baseline": "softmax",
+        "rows": {"softmax": softmax, "ssmax": ssmax},
+    }
+    figure = pictures.together(table)
     accuracies, differences = figure.axes
     lines = {line.get_label(): line.get_ydata() for line in accuracies.lines}
     assert lines["chance: repeating the last answer"] == pytest.approx([36.2, 93.75], abs=0.05)
@@ -370,7 +432,8 @@ def test_pairs_in_proportion():
     )
     assert options.sequences(config, 64) == 128
     assert options.sequences(config, 512) == 64
-    aligned = recall.align(recall.RecallOptions(proportional=True), [config])
+    without_lengths = recall.RecallOptions(proportional=True)
+    aligned = recall.align(without_lengths, [config])
     assert max(aligned.lengths) == 2048  # 128 pairs
 
 
@@ -379,12 +442,14 @@ def test_refusals():
     proportional = recall.RecallOptions(lengths=(64, 512), proportional=True)
     with pytest.raises(UserError, match="--proportional is for mqar, but"):
         recall.identify(proportional, latest)
+    short = recall.RecallOptions(lengths=(8,))
     with pytest.raises(UserError, match="length 8 must be at least 16"):
-        recall.identify(recall.RecallOptions(lengths=(8,)), latest)
+        recall.identify(short, latest)
     with pytest.raises(UserError, match="task = 'recall', but this command"):
         eval_length.LossOptions().applied(latest)
+    batching = Batching(32, 8, 1)
     with pytest.raises(UserError, match="block_size = 32 must be at least 64"):
-        RecallLoader("mqar", Batching(32, 8, 1))
+        RecallLoader("mqar", batching)
 
 
 def test_no_lengths_of_what_is_not_learned(reproduced, scale, monkeypatch):
@@ -392,11 +457,14 @@ def test_no_lengths_of_what_is_not_learned(reproduced, scale, monkeypatch):
 
     def answer(run, sequences):
         """lssa is always wrong, ssmax never, and softmax beyond the training length."""
-        right = "ssmax_nope" in str(run.path) or len(sequences[0].tokens) == 64
-        if "lssa" in str(run.path):
-            right = False
+        path = str(run.path)
+        at_training_length = len(sequences[0].tokens) == 64
         answers = np.stack([drawn.answers for drawn in sequences])
-        return answers if right else answers - 1
+        if "lssa" in path:
+            return answers - 1
+        if "ssmax_nope" in path or at_training_length:
+            return answers
+        return answers - 1
 
     monkeypatch.setattr(recall, "answer", answer)
     expected = {

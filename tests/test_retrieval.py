@@ -47,7 +47,11 @@ def haystack_of(text, name):
 def test_passkey_tells_a_reader_from_one_that_is_wrong(answers, name):
     options = passkey.PasskeyOptions(rope="none", lengths=(320, 400), trials=10, seed=1)
     pattern = r"The pass key is (\d+)\. Remember it\. \1 is the pass key\."
-    for change, accuracy in ((str, 1), (lambda key: key + "0", 0), (lambda key: "no idea", 0)):
+    for change, accuracy in (
+        (str, 1),
+        (lambda key: key + "0", 0),
+        (lambda key: "no idea", 0),
+    ):
         reader, chunks = answers(passkey.PASSKEY, options, name, pattern, change)
         # prompt and answer together have the length
         assert reader.lengths == {320 - 16, 400 - 16}
@@ -71,7 +75,8 @@ def test_passkey_prompts():
         whole = " ".join([passkey.FILLER] * 100)
         assert whole.startswith(before)
         assert whole.startswith(after)
-        assert len(before) / len(before + after) == pytest.approx(trial.depth, abs=0.02)
+        depth = len(before) / len(before + after)
+        assert depth == pytest.approx(trial.depth, abs=0.02)
         # the pieces are tokens of the text as a whole, too
         assert trial.prompt[1:] == tokenizer.encode(text.removeprefix("<|endoftext|>"))
     depths = [trial.depth for trial in trials]
@@ -98,9 +103,13 @@ def test_passkeys_of_a_trained_run(run, call, pictures, refused):
     model = load_run(run).model
     tokenizer = get_tokenizer("bytes")
     trials = passkey.make_trials(tokenizer, 320, 5, 1337)
-    for trial, judged in zip(trials, result["parts"]["320"]["trials"], strict=True):
-        out = generate(model, torch.tensor([trial.prompt]), 16, temperature=0)[0, -16:]
-        assert judged["answer"] == tokenizer.decode(out.tolist()).split("<|end")[0]
+    judged_trials = result["parts"]["320"]["trials"]
+    for trial, judged in zip(trials, judged_trials, strict=True):
+        prompt = torch.tensor([trial.prompt])
+        (text,) = generate(model, prompt, 16, temperature=0)
+        written = tokenizer.decode(text[-16:].tolist())
+        answer, *_ = written.split("<|end")
+        assert judged["answer"] == answer
 
 
 # ---- needles ----
@@ -110,7 +119,8 @@ def test_passkeys_of_a_trained_run(run, call, pictures, refused):
 def test_needle_prompts(text, name):
     tokenizer = get_tokenizer(name)
     haystack = haystack_of(text, name)
-    assert len(needle.CITIES) == len(set(needle.CITIES)) == 58
+    assert len(needle.CITIES) == 58
+    assert len(set(needle.CITIES)) == 58
     for city in needle.CITIES:
         hidden = haystack.hide(city, 8106422, 0.3, 1000, 0.5)
         first_token, *prompt = hidden.prompt
@@ -127,9 +137,10 @@ def test_needle_prompts(text, name):
         assert tokenizer.decode(after).endswith(asked)
         hay_before = len(before) - len(tokenizer.encode(told))
         hay_after = len(after) - len(tokenizer.encode(asked)) - 1  # without the line break
-        assert hay_before / (hay_before + hay_after) == pytest.approx(0.3, abs=2e-3)
-        shortest = haystack.hide(city, 8888888, 0.5, needle.SHORTEST, 0).prompt
-        assert len(shortest) == needle.SHORTEST - retrieval.ANSWER_TOKENS
+        depth = hay_before / (hay_before + hay_after)
+        assert depth == pytest.approx(0.3, abs=2e-3)
+        shortest = haystack.hide(city, 8888888, 0.5, needle.SHORTEST, 0)
+        assert len(shortest.prompt) == needle.SHORTEST - retrieval.ANSWER_TOKENS
 
 
 def test_needle_tells_readers_apart(text, monkeypatch, answers):
@@ -144,28 +155,40 @@ def test_needle_tells_readers_apart(text, monkeypatch, answers):
         data_dir=str(text["gpt2"]),
     )
 
-    def other_digit(number):
+    def without_an_end(number):
+        return number + "3"
+
+    def without_the_last_digit(number):
+        return number[:6]
+
+    def other_first_digit(number):
         first = "1" if number[0] == "5" else str(10 - int(number[0]))
         return first + number[1:]
 
-    monkeypatch.setattr(needle, "needle_scores", lambda run, needle: torch.zeros(1, 1))
+    def no_scores(run, needle):
+        return torch.zeros(1, 1)
+
+    monkeypatch.setattr(needle, "needle_scores", no_scores)
     for change, grade in (
-        (lambda number: number + "3", "correct"),  # it cannot end its answer
-        (lambda number: number[:6], "first digit"),
-        (other_digit, "wrong"),
+        (without_an_end, "correct"),
+        (without_the_last_digit, "first digit"),
+        (other_first_digit, "wrong"),
     ):
         reader, chunks = answers(needle.NEEDLE, options, "gpt2", pattern, change)
         assert reader.never == {get_tokenizer("gpt2").eot}
         assert reader.lengths == {184, 284, 234}
         for length in ("200", "300"):
-            assert len(chunks[length]["grades_by_depth"]) == 5
-            for shares in chunks[length]["grades_by_depth"]:
+            chunk = chunks[length]
+            assert len(chunk["grades_by_depth"]) == 5
+            for shares in chunk["grades_by_depth"]:
                 assert shares[grade] == 1
-            assert chunks[length]["accuracy"] == (grade == "correct")
+            assert chunk["accuracy"] == (grade == "correct")
         scores = chunks["scores of 7 needles in 250 tokens"]
         assert scores["one needle"]["grade"] == grade
-        assert {trial["grade"] for trial in scores["trials"]} == {grade}
-        assert len({trial["number"] for trial in scores["trials"]}) == 7
+        grades = {trial["grade"] for trial in scores["trials"]}
+        numbers = {trial["number"] for trial in scores["trials"]}
+        assert grades == {grade}
+        assert len(numbers) == 7
 
 
 @pytest.mark.parametrize("case", ["lssar_p15.py", "relu_wortsman.py", "ssmax_bias.py"])
@@ -173,8 +196,10 @@ def test_needle_scores_are_of_the_generation_itself(text, case):
     """Where RoPE depends on the current length, that is the length at the answer's end."""
     model = small_model(case)
     model.scale_rope("dynamic_ntk")
-    hidden = haystack_of(text, "bytes").hide("Rome", 7654321, 0.5, 200, 0)
-    scores = needle.needle_scores(stub_run(None, "bytes", model), hidden)
+    haystack = haystack_of(text, "bytes")
+    hidden = haystack.hide("Rome", 7654321, 0.5, 200, 0)
+    run = stub_run(None, "bytes", model)
+    scores = needle.needle_scores(run, hidden)
     scores_of_prompt = []
 
     def look(module, inputs, output):
@@ -182,12 +207,15 @@ def test_needle_scores_are_of_the_generation_itself(text, case):
         if q.shape[2] > 1:  # the prompt, whose last output is the answer's first token
             A = module.weights(q, k, context)
             torch.testing.assert_close(A @ v, output, rtol=1e-9, atol=1e-12)
-            scores_of_prompt.append(A[0, :, -1, hidden.span].sum(-1))
+            last_row = A[0, :, -1]
+            scores_of_prompt.append(last_row[:, hidden.span].sum(-1))
 
     for block in model.trunk.blocks:
         block.attn.attention.register_forward_hook(look)
-    generate(model, torch.tensor([hidden.prompt]), retrieval.ANSWER_TOKENS, temperature=0)
-    torch.testing.assert_close(scores, torch.stack(scores_of_prompt), rtol=1e-9, atol=1e-12)
+    prompt = torch.tensor([hidden.prompt])
+    generate(model, prompt, retrieval.ANSWER_TOKENS, temperature=0)
+    expected = torch.stack(scores_of_prompt)
+    torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_needles_of_several_runs(run, text, call, tmp_path, monkeypatch, pictures):
@@ -195,7 +223,8 @@ def test_needles_of_several_runs(run, text, call, tmp_path, monkeypatch, picture
     options = ["--lengths=200", "--samples=2", "--score_length=240", "--score_trials=2"]
     call(needle, run, other, *options, f"--data_dir={text['bytes']}")
     measurements = json.loads((run / "needle.json").read_text())
-    assert json.loads((other / "needle.json").read_text()) == measurements
+    measurements_of_other = json.loads((other / "needle.json").read_text())
+    assert measurements_of_other == measurements
     chunks = measurements[0]["parts"]
     assert chunks.keys() == {"200", SCORES}
     assert len(chunks[SCORES]["one needle"]["heads"]) == 4

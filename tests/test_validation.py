@@ -12,8 +12,10 @@ from tests.helpers import small_config
 
 def test_tokens_fill_whole_windows_of_every_length(shards):
     config = small_config("softmax.py", f"--data_dir={shards}")
-    assert stretches((16, 48), 256, config)[:, 1:].size == 240
-    assert stretches((16, 48), 10**6, config)[:, 1:].size == 576  # of the 600 there are
+    of_256_tokens = stretches((16, 48), 256, config)
+    assert of_256_tokens[:, 1:].size == 240
+    all_there_are = stretches((16, 48), 10**6, config)
+    assert all_there_are[:, 1:].size == 576  # of 600
     with pytest.raises(UserError, match="599 validation tokens .see --tokens.* multiple of 1024"):
         stretches((16, 1024), 10**6, config)
 
@@ -25,20 +27,29 @@ def test_windows_inside_documents(tmp_path):
     text[begins] = 256
     write_shard(tmp_path / "text_val_000000.bin", text)
     config = small_config("softmax.py", f"--data_dir={tmp_path}")
+
     found = stretches((8, 32), 10**6, config, whole_documents=True)
     starts = [9, 43, 75, *range(120, 280, 32)]
     assert np.array_equal(found, pieces(text, starts, 33))
+
     x, y = next(windows(found, 8, torch.device("cpu")))
-    starts_of_8 = np.add.outer(starts, [0, 8, 16, 24]).ravel()
+    starts_of_8 = []
+    for start in starts:
+        starts_of_8 += [start, start + 8, start + 16, start + 24]
+    starts_of_targets = [start + 1 for start in starts_of_8]
     assert np.array_equal(x, pieces(text, starts_of_8, 8))
-    assert np.array_equal(y, pieces(text, starts_of_8 + 1, 8))
-    assert len(stretches((8, 32), 70, config, whole_documents=True)) == 2
+    assert np.array_equal(y, pieces(text, starts_of_targets, 8))
+
+    of_70_tokens = stretches((8, 32), 70, config, whole_documents=True)
+    assert len(of_70_tokens) == 2
     with pytest.raises(UserError, match="179 in the longest document, but .* multiple of 256"):
         stretches((256,), 10**6, config, whole_documents=True)
 
 
 def pieces(text, starts, length):
-    return np.stack([text[start : start + length] for start in starts])
+    """The tokens from each start on, [starts, length]."""
+    rows = [text[start : start + length] for start in starts]
+    return np.stack(rows)
 
 
 def test_learned_positions_end_at_the_training_length():
