@@ -234,10 +234,13 @@ def compare(case, tensors, formula=None, coarser=None):
     bar = evaluate(build(case, d, REFERENCE), tensors, formula)
     eps = torch.finfo(coarser or q.dtype).eps
     p = layer.p or 0
-    # exp makes a rounding of a score, which SSMax multiplies by log n, a relative error of its
-    # weight: on an H200 dv of ssmax_bias at 1,024 keys is off by 45 eps, the formula's by 12.
     if q.dtype is torch.float32:
-        rounding = (32 + 2 * p) * eps
+        rounding = (16 + 2 * p) * eps
+        if "s" in layer.variant.learnable:
+            # exp makes a rounding of a score, which SSMax multiplies by log n, a relative error of
+            # its weight: on an H200 dv of ssmax_bias at 1,024 keys is off by 45 eps, the formula's
+            # by 12.
+            rounding += 16 * eps
         tolerance = 2e-5
     else:
         rounding = (1 + p / 4) * eps
