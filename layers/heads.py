@@ -6,7 +6,7 @@ from attention import VARIANTS, Variant
 from attention_paths.module import Attention
 from config import Config
 from errors import UserError, check_choice
-from runtime.source import Definition, contents, source_hash
+from runtime.source import Definition, definition_of, source_hash
 
 # Which variants take a setting, and why the others do not.
 TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
@@ -102,18 +102,18 @@ def alibi_heads(config: Config, heads: range) -> int:
 def formulas_hash(config: Config) -> str:
     """A hash of the source of the formulas of a layer's attention; runtime.source describes it.
 
-    For an entry that a script has added to VARIANTS, it covers the whole modules that define the
-    entry's functions.
+    Of an entry that a script has added to VARIANTS, it covers the functions alone.
     """
     names = [config.attention]
     if config.local_window is not None:
         names.append("softmax")
-    roots: list[Definition | str] = list(SHARED_FORMULAS)
+    roots = list(SHARED_FORMULAS)
     for name in names:
         roots.append(Definition("attention", "VARIANTS", name))
-        for content in contents(VARIANTS[name]):
-            if content != Definition("attention"):
-                roots.append(content)
+        variant = VARIANTS[name]
+        for value in (*vars(variant).values(), *vars(variant.phi).values()):
+            if callable(value) and definition_of(value).module != "attention":
+                roots.append(definition_of(value))
     return source_hash(tuple(roots), MODULES_WITHOUT_FORMULAS)
 
 

@@ -7,18 +7,16 @@ version of Python.
 """
 
 import ast
-import dataclasses
 import functools
 import hashlib
 import importlib.util
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 # The first word of a hash. Hashes of another kind, as they once were, are not compared.
-KIND = "source"
+KIND = "syntax"
 # Fields of a syntax tree that compute nothing, or that only some versions of Python have.
 SILENT = ("annotation", "returns", "ctx", "kind", "type_comment", "type_ignores", "type_params")
 # Folders of packages that others have written.
@@ -36,79 +34,43 @@ class Definition(NamedTuple):
     key: str | None = None
 
 
+def definition_of(function: Any) -> Definition:
+    """Where a function or a class is defined; for a lambda and for an object its whole module."""
+    function = getattr(function, "func", function)  # of a partial function
+    module = getattr(function, "__module__", None) or "builtins"
+    name = getattr(function, "__qualname__", "<object>").partition(".")[0]
+    return Definition(module, None if name[0] == "<" else name)
+
+
 def differs(before: str | None, now: str) -> bool:
     """Whether two hashes are of other source, as far as they can be compared."""
     return before is not None and before.split()[0] == now.split()[0] and before != now
 
 
 @functools.cache
-def source_hash(roots: tuple[Definition | str, ...], closed: tuple[str, ...] = ()) -> str:
-    """A hash of `roots`, definitions or plain strings, and of all definitions that they reach.
+def source_hash(roots: tuple[Definition, ...], closed: tuple[str, ...] = ()) -> str:
+    """A hash of `roots` and of all definitions that they reach, except in `closed` packages.
 
-    Modules and packages in `closed` are not followed from other modules. From installed packages
-    only the names of imports count. Raises LookupError if a name is not defined.
+    From installed packages only the names of imports count.
     """
-    texts: dict[Definition | str, str] = {}
+    known = set()
+    texts = set()
     remaining = list(roots)
     while remaining:
-        root = remaining.pop()
-        if root in texts:
+        definition = remaining.pop()
+        if definition in known:
             continue
-        if isinstance(root, str):
-            texts[root] = root
-            continue
-        nodes = nodes_of(root)
-        if tree_of(root.module) is None:
-            texts[root] = f"{root.module} {root.name}"
-        elif nodes or root not in roots or root.key is not None:
-            texts[root] = " ".join(ast.dump(node) for node in nodes if not is_import(node))
-        else:
-            raise LookupError(f"{root.module} does not define {root.name}")
-        for definition in reached_by(root, nodes):
-            package = definition.module.partition(".")[0]
-            is_closed = definition.module in closed or package in closed
-            if definition.module == root.module or not is_closed:
-                remaining.append(definition)
-    lines = sorted(set(texts.values()))
-    digest = hashlib.sha256("\n".join(lines).encode())
+        known.add(definition)
+        if tree_of(definition.module) is None:
+            texts.add(f"{definition.module} {definition.name}")
+        for node in nodes_of(definition):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                texts.add(ast.dump(node))
+            for other in reached_by(node, definition):
+                if other.module.partition(".")[0] not in closed:
+                    remaining.append(other)
+    digest = hashlib.sha256("\n".join(sorted(texts)).encode())
     return f"{KIND} {digest.hexdigest()[:16]}"
-
-
-# ---- what defines an object ----
-
-
-def definition_of(function: Any) -> Definition:
-    """Where a function or a class is defined; for a lambda at the top of a module all of it."""
-    if isinstance(function, functools.partial):
-        return definition_of(function.func)
-    name = getattr(function, "__qualname__", "").partition(".")[0]
-    return Definition(function.__module__, name if name.isidentifier() else None)
-
-
-def contents(value: Any) -> Iterator[Definition | str]:
-    """The user's modules that define the functions inside an object, and its plain values.
-
-    Inside dataclasses, tuples and partial functions too.
-    """
-    if isinstance(value, functools.partial):
-        yield from contents(value.func)
-        yield from contents((*value.args, *value.keywords.values()))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from contents(type(value))
-        for field in dataclasses.fields(value):
-            yield from contents(getattr(value, field.name))
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from contents(item)
-    elif callable(value):
-        module = value.__module__
-        if module is not None and tree_of(module) is not None:
-            yield Definition(module)
-    elif value is None or isinstance(value, bool | int | float | str):
-        yield repr(value)
-
-
-# ---- modules ----
 
 
 @functools.cache  # a process runs the source as it is at its beginning
@@ -126,10 +88,10 @@ def tree_of(module: str) -> ast.Module | None:
     tree = ast.parse(file.read_bytes())
     for node in ast.walk(tree):
         fields = vars(node)
-        if isinstance(fields.get("body"), list):
-            fields["body"] = [child for child in fields["body"] if not is_docstring(child)]
-        for name in list(fields):
-            if name in SILENT or fields[name] is None or fields[name] == []:
+        for name, value in list(fields.items()):
+            if isinstance(value, list):
+                value[:] = [child for child in value if not is_docstring(child)]
+            if name in SILENT or value is None or value == []:
                 del fields[name]
     return tree
 
@@ -138,7 +100,7 @@ def file_of(module: str) -> Path | None:
     """The source of a module, which is not imported for that."""
     if module in sys.modules:
         path = Path(getattr(sys.modules[module], "__file__", None) or "")
-        return path if path.suffix == ".py" and path.is_file() else None
+        return path if path.suffix == ".py" else None
     for folder in sys.path:
         path = Path(folder, *module.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
@@ -147,101 +109,85 @@ def file_of(module: str) -> Path | None:
     return None
 
 
-def is_docstring(node: ast.AST) -> bool:
+def is_docstring(node: Any) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def is_import(node: ast.AST) -> bool:
-    return isinstance(node, ast.Import | ast.ImportFrom)
-
-
-def is_block(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-
-
-# ---- definitions ----
 
 
 def nodes_of(definition: Definition) -> list[Any]:
     """The syntax trees of a definition; none where its module has no such name."""
     module, name, key = definition
+    body = getattr(tree_of(module), "body", [])
     if name is None:
-        return getattr(tree_of(module), "body", [])
+        return body
     name, _, inner_name = name.partition(".")
-    by_name = statements_by_name(module)
-    statements = by_name.get(name) or by_name.get("*", [])
+    statements = [statement for statement in body if {name, "*"} & names_set_by(statement)]
     if key is not None:
-        nodes: list[ast.AST] = []
-        for statement in statements:
-            nodes += under_key(statement, key)
-        return nodes
+        return [node for statement in statements for node in under_key(statement, key)]
     if inner_name:
-        (block,) = statements
-        return [node for node in block.body if getattr(node, "name", None) == inner_name]
+        body = statements[0].body
+        return [statement for statement in body if inner_name in names_set_by(statement)]
     return statements
 
 
 @functools.cache
-def statements_by_name(module: str) -> dict[str, list[Any]]:
-    """The statements at the top of a module that decide what each name stands for."""
-    statements = defaultdict(list)
-    for statement in getattr(tree_of(module), "body", []):
-        for name in names_set_by(statement):
-            statements[name].append(statement)
-    return statements
-
-
-def names_set_by(statement: ast.stmt) -> set[str]:
-    """The names that a statement may set or change: all names in a loop, a call or X += y."""
-    if is_block(statement):
-        return {statement.name}  # type: ignore[attr-defined]
-    places: list[ast.AST] = [statement]
+def names_set_by(statement: Any) -> set[str]:
+    """The names that a statement at the top of a module sets; all names in a loop or a call."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return {statement.name}
+    places = [statement]
     if isinstance(statement, ast.Assign):
-        places = [*statement.targets]
-    elif isinstance(statement, ast.AnnAssign):
+        places = statement.targets
+    elif isinstance(statement, ast.AnnAssign | ast.AugAssign):
         places = [statement.target]
     names = set()
     for place in places:
         for node in ast.walk(place):
-            if isinstance(node, ast.Name):
-                names.add(node.id)
-            elif isinstance(node, ast.alias):
-                names.add(name_bound_by(node))
-            elif is_block(node):
-                names.add(node.name)  # type: ignore[attr-defined]
+            names.add(name_bound_by(node))
     return names
 
 
-def name_bound_by(alias: ast.alias) -> str:
-    """The name that an import binds: x for `import x.y`, z for `import x.y as z`."""
-    return getattr(alias, "asname", None) or alias.name.partition(".")[0]
+def name_bound_by(node: Any) -> str:
+    """The name of a variable, a definition or an import: x for `import x.y`."""
+    if isinstance(node, ast.Name):
+        return node.id
+    name = getattr(node, "asname", None) or getattr(node, "name", None) or ""
+    return name.partition(".")[0]
 
 
-def under_key(statement: ast.stmt, key: str) -> Iterator[ast.AST]:
+def under_key(statement: Any, key: str) -> list[ast.AST]:
     """What a statement that sets or changes a dict may put under a key."""
     match statement:
         case ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value=other))], value=value):
-            if other == key:
-                yield value
-        case ast.Assign(value=ast.Dict() as table) | ast.AnnAssign(value=ast.Dict() as table):
-            for label, value in zip(table.keys, table.values, strict=True):
-                if not isinstance(label, ast.Constant) or label.value == key:  # or **others
-                    yield value
-        case _:
-            yield statement
+            return [value] if other == key else []
+        case ast.AnnAssign(value=ast.Dict(keys=keys, values=values)):
+            items = zip(keys, values, strict=True)
+            return [value for label, value in items if getattr(label, "value", key) == key]
+    return [statement]
 
 
-def reached_by(definition: Definition, nodes: list[Any]) -> Iterator[Definition]:
-    """The definitions that the syntax trees of a definition name or import."""
-    module = definition.module
-    for node in nodes:
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Name):
-                yield Definition(module, inner.id)
-            elif is_import(inner):
+def reached_by(node: ast.AST, definition: Definition) -> Iterator[Definition]:
+    """The definitions that a syntax tree of a definition names or imports."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name):
+            yield Definition(definition.module, inner.id)
+        elif isinstance(inner, ast.Import | ast.ImportFrom):
+            for alias in inner.names:
                 # of an import at the top only the name that is reached
-                name = definition.name if inner is node else None
-                yield from imported_by(inner, module, name)
+                at_top = inner is node and definition.name is not None
+                if not at_top or name_bound_by(alias) in (definition.name, "*"):
+                    yield imported(inner, alias, definition.module)
+
+
+def imported(statement: Any, alias: ast.alias, module: str) -> Definition:
+    """What an import in a module stands for."""
+    if isinstance(statement, ast.Import):
+        return Definition(alias.name)
+    source = "." * statement.level + getattr(statement, "module", "")
+    source = importlib.util.resolve_name(source, package_of(module))
+    submodule = f"{source}.{alias.name}"
+    if tree_of(submodule) is not None:
+        return Definition(submodule)
+    return Definition(source, None if alias.name == "*" else alias.name)
 
 
 def package_of(module: str) -> str:
@@ -250,21 +196,3 @@ def package_of(module: str) -> str:
     if module == "__main__" or file is None:
         return getattr(sys.modules.get(module), "__package__", None) or ""
     return module if file.stem == "__init__" else module.rpartition(".")[0]
-
-
-def imported_by(statement: Any, module: str, name: str | None) -> Iterator[Definition]:
-    """What an import in a module stands for, under this name or under all names."""
-    relative = "." * getattr(statement, "level", 0) + getattr(statement, "module", "")
-    source = importlib.util.resolve_name(relative, package_of(module)) if relative else ""
-    for alias in statement.names:
-        if name is not None and name_bound_by(alias) not in (name, "*"):
-            continue
-        submodule = f"{source}.{alias.name}"
-        if isinstance(statement, ast.Import):
-            yield Definition(alias.name)
-        elif alias.name == "*":
-            yield Definition(source, name)
-        elif alias.name not in statements_by_name(source) and tree_of(submodule) is not None:
-            yield Definition(submodule)
-        else:
-            yield Definition(source, alias.name)

@@ -149,7 +149,7 @@ def test_the_newest_of_measurements_that_cannot_be_told_apart(tmp_path):
     older = {"step": 1, "formulas": "3.11 0123456789abcdef", "parts": {"older": {}}}
     newer = {"step": 1, "formulas": "3.11 fedcba9876543210", "parts": {"newer": {}}}
     file.write_text(json.dumps([older, newer]))
-    now = {"step": 1, "formulas": "source 0123456789abcdef"}
+    now = {"step": 1, "formulas": "syntax 0123456789abcdef"}
     assert chunks_of(file, now) == {"newer": {}}
     add(file, now, "now")
     assert chunks_of(file, now) == {"newer": {}, "now": {"value": "now"}}
@@ -192,7 +192,7 @@ def test_an_edited_formula_is_remeasured(run, call, pictures, other_formula, mon
 
     before = losses()
     assert "other code" not in capsys.readouterr().out
-    monkeypatch.setattr(runner, "code_hash", lambda evaluation: "source other")
+    monkeypatch.setattr(runner, "code_hash", lambda evaluation: "syntax other")
     assert losses() == before
     assert capsys.readouterr().out.count("with other code; --again repeats it") == 1
     other_formula()

@@ -14,9 +14,9 @@ import torch
 
 from attention import VARIANTS, Phi
 from config import Config
-from layers.heads import formulas_hash
+from layers.heads import SHARED_FORMULAS, formulas_hash
 from runtime import source
-from runtime.source import Definition, definition_of, differs, source_hash
+from runtime.source import Definition, definition_of, differs, nodes_of, source_hash
 from scripts import eval_length, passkey, recall
 from scripts.common.runner import code_hash
 from tests.runs import ROOT
@@ -382,20 +382,10 @@ def test_a_variant_that_a_script_adds(own_module, monkeypatch):
         monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=Phi(function)))
         assert differs(hash_before, formulas_hash(Config().replace(attention="own")))
     # what has no source of a user's own is hashed all the same
-    for phi in (Phi(torch.nn.Softplus(beta=2)), Phi(eval("lambda z: z")), Phi(torch.exp)):
-        monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=phi))
-        assert formulas_hash(Config().replace(attention="own")).startswith("source ")
+    for function in (torch.nn.Softplus(beta=2), eval("lambda z: z"), torch.exp, torch.Tensor.exp):
+        monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=Phi(function)))
+        assert formulas_hash(Config().replace(attention="own")).startswith("syntax ")
     del sys.modules["script"]
-
-
-def test_numbers_that_a_script_gives_to_functions_of_torch(monkeypatch):
-    """They are all that is known of such a variant."""
-    hashes = set()
-    for slope, zero in ((0.1, -1.0), (0.2, -1.0), (0.1, -2.0)):
-        phi = Phi(partial(torch.nn.functional.leaky_relu, negative_slope=slope), zero=zero)
-        monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=phi))
-        hashes.add(formulas_hash(Config().replace(attention="own")))
-    assert len(hashes) == 3
 
 
 # ---- evaluations ----
@@ -490,16 +480,24 @@ print(source_hash(roots))
 
 def test_only_hashes_of_one_kind_are_compared():
     now = formulas_hash(Config())
-    assert differs("source 0123456789abcdef", now)
+    assert differs("syntax 0123456789abcdef", now)
     # none recorded; one of instructions, by version of Python; one of the bytes of files
     for before in (None, "3.12 0123456789abcdef", "0123456789abcdef", now):
         assert not differs(before, now)
 
 
-def test_a_definition_that_is_gone_is_an_error():
-    with pytest.raises(LookupError, match="attention does not define nothing"):
-        source_hash((Definition("attention", "nothing"),))
-    assert definition_of(forget_sources) == Definition(__name__, "forget_sources")
-    assert definition_of(lambda: None) == Definition(
-        __name__, "test_a_definition_that_is_gone_is_an_error"
-    )
+def test_every_shared_formula_is_defined():
+    """One that is renamed would fall out of all hashes."""
+    for definition in SHARED_FORMULAS:
+        assert nodes_of(definition)
+    for name in VARIANTS:
+        assert nodes_of(Definition("attention", "VARIANTS", name))
+
+
+def test_where_a_function_is_defined():
+    here = Definition(__name__)
+    assert definition_of(forget_sources) == here._replace(name="forget_sources")
+    assert definition_of(partial(forget_sources)) == here._replace(name="forget_sources")
+    # all of a module for what has no name at its top, as an object and a lambda of a script
+    assert definition_of(torch.nn.Softplus()).name is None
+    assert definition_of(eval("lambda z: z")) == here
