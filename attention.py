@@ -156,24 +156,29 @@ class Rows:
         return visible
 
 
-def relu_power(A: Tensor, rows: Rows, p: float | None) -> Tensor:
-    """Compute stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1; A itself if p is None.
+# A scale, bias or norm of rows; and a function from scores or weights [.., Lq, Lk] to weights.
+RowTerm = Callable[[Rows], Tensor | float]
+RowFunction = Callable[[Tensor, Rows], Tensor]
+
+
+def relu_power(A: Tensor, rows: Rows) -> Tensor:
+    """Compute stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1; A itself if rows.p is None.
 
     A is [.., Lq, Lk] and at least 0. l1 cancels a factor on a row, so its sum need not be 1, and
     relu(n A - o) becomes relu(A - o mean A). A tied row gets no offset, as if n were at most 3, and
     stays uniform.
     """
-    if p is None:
+    if rows.p is None:
         return A
     total = A.sum(-1, keepdim=True)
     mean = total / rows.n
-    top = A.detach().amax(-1, keepdim=True)
+    top = row_max(A)
     is_tied = top - mean <= TIED * mean
     offset = mean * ((rows.n > 3) & ~is_tied)
     top = top - offset.detach()
     top = top.masked_fill(total <= DEAD, 0)
     # A - offset would negate a matrix in the backward pass
-    return rows.normalised_power(A + offset.neg(), top, p)
+    return rows.normalised_power(A + offset.neg(), top, rows.p)
 
 
 def inverse_sqrt_d(rows: Rows) -> float:
@@ -188,10 +193,10 @@ class Variant:
     """
 
     phi: Phi  # with row_weights it is not computed: EXPM1 names softpick's kernel
-    scale: Callable[[Rows], Tensor | float] = inverse_sqrt_d
-    bias: Callable[[Rows], Tensor | float] | None = None
+    scale: RowTerm = inverse_sqrt_d
+    bias: RowTerm | None = None
     keyed: bool = False  # its bias differs between the keys of a row; it has no fused kernel
-    norm: Callable[[Rows], Tensor | float] | None = None  # None: l1
+    norm: RowTerm | None = None  # None: l1
     l2_normalise: bool = False  # q and k are scaled to unit length first
     bounded: bool = False  # scores never get so low that phi underflows for a whole row
     learnable: tuple[str, ...] = ()  # any of s and b (one per head) and p_n (shared by all layers)
@@ -200,9 +205,9 @@ class Variant:
     from_input: tuple[str, ...] = ()
     # replaces phi, norm and stage 2, where a weight depends on the whole row: from scores
     # [.., Lq, Lk], -inf for hidden keys, to weights
-    row_weights: Callable[[Tensor, Rows], Tensor] | None = None
-    # stage 2, from the normalised weights, their rows and p to the weights
-    reweight: Callable[[Tensor, Rows, float | None], Tensor] = relu_power
+    row_weights: RowFunction | None = None
+    # stage 2, from the normalised weights to the weights
+    reweight: RowFunction = relu_power
     needs_p: bool = False
 
     @property
@@ -261,11 +266,13 @@ def s_log_n(rows: Rows) -> Tensor:
 
 
 def s_log_n_plus_b(rows: Rows) -> Tensor:
-    return (rows.s * rows.n.log() + rows.b) * rows.d**-0.5
+    factor = rows.s * rows.n.log() + rows.b
+    return factor * rows.d**-0.5
 
 
 def s_p_n_plus_b(rows: Rows) -> Tensor:
-    return (rows.s * rows.p_n + rows.b) * rows.d**-0.5
+    factor = rows.s * rows.p_n + rows.b
+    return factor * rows.d**-0.5
 
 
 def adaptive_log_n(rows: Rows) -> Tensor:
@@ -275,7 +282,9 @@ def adaptive_log_n(rows: Rows) -> Tensor:
     """
     beta = F.softplus(rows.u)
     exponent = 2 * rows.w.tanh()
-    return (1 + beta * (rows.n + 1).log() ** exponent) * rows.d**-0.5
+    log_n_plus_1 = (rows.n + 1).log()
+    factor = 1 + beta * log_n_plus_1**exponent
+    return factor * rows.d**-0.5
 
 
 def minus_log_n(rows: Rows) -> Tensor:
@@ -301,25 +310,25 @@ def gamma_sqrt_half_n(rows: Rows) -> Tensor:
 # ---- stage 2 of other variants, and weights of whole rows ----
 
 
-def negate(A: Tensor, rows: Rows, p: float | None) -> Tensor:
+def negate(A: Tensor, rows: Rows) -> Tensor:
     """Negate the weights, which LSSAR Table A4 calls the inverse."""
     return -A
 
 
-def recentre(A: Tensor, rows: Rows, p: float | None) -> Tensor:
+def recentre(A: Tensor, rows: Rows) -> Tensor:
     """Subtract the mean of the row, except where n <= 3 (the footnote of LSSAR Table A4)."""
     visible = rows.sees(A.shape[-1])
     return A - (visible & (rows.n > 3)) / rows.n
 
 
-def recentre_l1(A: Tensor, rows: Rows, p: float | None) -> Tensor:
+def recentre_l1(A: Tensor, rows: Rows) -> Tensor:
     """Recentre, then l1. A tied row, which recentring would make 0, is left as it is too."""
-    recentred = recentre(A, rows, p)
+    recentred = recentre(A, rows)
     A = torch.where(tied(rows.n * A), A, recentred)
     return l1_normalise(A, signed=True)
 
 
-def threshold(A: Tensor, rows: Rows, p: float | None) -> Tensor:
+def threshold(A: Tensor, rows: Rows) -> Tensor:
     """Keep the weights above their row's mean, as relu_power does, but without the power; then l1.
 
     Rows with n <= 3 and tied rows are left as they are.
@@ -331,7 +340,7 @@ def threshold(A: Tensor, rows: Rows, p: float | None) -> Tensor:
 
 def softpick(z: Tensor, rows: Rows) -> Tensor:
     """Compute relu(e^z - 1) over the sum of |e^z - 1|: rows sum to at most 1, and may be 0."""
-    top = z.detach().amax(-1, keepdim=True)
+    top = row_max(z)
     x = torch.exp(z - top) - torch.exp(-top)
     x = torch.where(z == -math.inf, 0, x)
     norm = x.abs().sum(-1, keepdim=True)
@@ -346,17 +355,19 @@ def entmax(z: Tensor, power: int) -> Tensor:
     gradient.
     """
     z = z / power
-    z = z - z.detach().amax(-1, keepdim=True)
+    z = z - row_max(z)
     z = z.clamp_min(-2)  # tau is within -1 to 0
 
     def newton_step(z: Tensor, tau: Tensor | float) -> Tensor:
         above = (z - tau).relu()
-        norm = above.pow(power).sum(-1, keepdim=True).pow(1 / power)
+        total = above.pow(power).sum(-1, keepdim=True)
+        norm = total.pow(1 / power)
         if power == 1:
             slopes = above.detach().sign()
         else:
             slopes = above.detach() / norm.detach()
-        return tau + (norm - 1) / slopes.sum(-1, keepdim=True)
+        slope = slopes.sum(-1, keepdim=True)
+        return tau + (norm - 1) / slope
 
     tau = newton_step(z.detach(), -1.0)
     for _ in range(NEWTON_STEPS // power):
@@ -380,7 +391,8 @@ def stick_breaking(z: Tensor, rows: Rows) -> Tensor:
     """
     hidden = (z == -math.inf) | (rows.keys == rows.last)
     log_left = F.logsigmoid(-z).masked_fill(hidden, 0)  # what key k leaves
-    sum_from_j = log_left.flip(-1).cumsum(-1).flip(-1)
+    reversed_sum = log_left.flip(-1).cumsum(-1)
+    sum_from_j = reversed_sum.flip(-1)
     log_left_by_later = sum_from_j - log_left  # by j < k < i together
     weights = (F.logsigmoid(z) + log_left_by_later).exp()
     return weights.masked_fill(hidden, 0)
@@ -426,9 +438,18 @@ VARIANTS: dict[str, Variant] = {
     "relu_li": Variant(RELU),
     # The paper gives no gamma. With 1, normal scores and values of unit variance give an output of
     # unit variance: relu(z)^2 is 1/2 on average.
-    "relu_shen": Variant(RELU, norm=gamma_sqrt_half_n, constants=("gamma",)),
+    "relu_shen": Variant(
+        RELU,
+        norm=gamma_sqrt_half_n,
+        constants=("gamma",),
+    ),
     # Bounded: scores of unit vectors are within +-log d log n, above -41 at d = 64, n = 16,384.
-    "lssa": Variant(SOFTPLUS, scale=log_d_log_n, l2_normalise=True, bounded=True),
+    "lssa": Variant(
+        SOFTPLUS,
+        scale=log_d_log_n,
+        l2_normalise=True,
+        bounded=True,
+    ),
     "lssar": Variant(
         SOFTPLUS,
         scale=log_d_log_n,
@@ -452,10 +473,22 @@ VARIANTS: dict[str, Variant] = {
     "phi_mish": Variant(MISH),
     # SSMax (b), (c), (d) and the probe of its Eq. 3. The paper gives no initial s for (b) and (d):
     # by default it is 1, as in the probe, and as (c) has it throughout.
-    "ssmax": Variant(EXP, scale=s_log_n, learnable=("s",)),
+    "ssmax": Variant(
+        EXP,
+        scale=s_log_n,
+        learnable=("s",),
+    ),
     "ssmax_fixed": Variant(EXP, scale=log_n),
-    "ssmax_bias": Variant(EXP, scale=s_log_n_plus_b, learnable=("s", "b")),
-    "ssmax_probe": Variant(EXP, scale=s_p_n_plus_b, learnable=("s", "b", "p_n")),
+    "ssmax_bias": Variant(
+        EXP,
+        scale=s_log_n_plus_b,
+        learnable=("s", "b"),
+    ),
+    "ssmax_probe": Variant(
+        EXP,
+        scale=s_p_n_plus_b,
+        learnable=("s", "b", "p_n"),
+    ),
     # What users pick instead. Su 2021 ("Entropy invariance of attention", kexue.fm/archives/8823).
     "softmax_logn": Variant(EXP, scale=log_n_over_log_L),
     # Zuhri et al. 2025 (arXiv 2504.20966)
@@ -524,14 +557,13 @@ def attention_weights(
         z = torch.cat((z, sink), dim=-1)
     shift = shift_of(variant, rows)
     if shift is not None:
-        top = z.detach().amax(-1, keepdim=True)
-        z = z + shift(top)
+        z = z + shift(row_max(z))
     A = variant.phi.function(z)
     if variant.norm is not None:
         A = A / variant.norm(rows)
     elif rows.p is None or variant.reweight is not relu_power:  # with p, relu_power has its own l1
         A = l1_normalise(A, variant.phi.signed)
-    A = variant.reweight(A, rows, rows.p)
+    A = variant.reweight(A, rows)
     return A[..., : len(rows.keys)]
 
 
@@ -566,6 +598,11 @@ def mask_hidden(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
     with torch.no_grad():
         z[..., first:].masked_fill_(hidden[..., first:], value)
     return z
+
+
+def row_max(x: Tensor) -> Tensor:
+    """Return the largest of each row of x [.., Lq, Lk], as a constant: [.., Lq, 1]."""
+    return x.detach().amax(-1, keepdim=True)
 
 
 def l2_normalise(x: Tensor) -> Tensor:
@@ -608,5 +645,4 @@ def normalised_power(x: Tensor, top: Tensor, p: float) -> Tensor:
 
 def tied(x: Tensor) -> Tensor:
     """Tell whether each row of x = n A, whose mean is 1, is tied: [.., Lq, 1]."""
-    top = x.detach().amax(-1, keepdim=True)
-    return top - 1 <= TIED
+    return row_max(x) - 1 <= TIED

@@ -131,13 +131,13 @@ def nodes_of(definition: Definition) -> list[Any]:
 
 @functools.cache
 def names_set_by(statement: Any) -> set[str]:
-    """The names that a statement at the top of a module sets; all names in a loop or a call."""
+    """The names that a statement at the top of a module sets; all names in a loop or X += y."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return {statement.name}
     places = [statement]
     if isinstance(statement, ast.Assign):
         places = statement.targets
-    elif isinstance(statement, ast.AnnAssign | ast.AugAssign):
+    elif isinstance(statement, ast.AnnAssign):
         places = [statement.target]
     names = set()
     for place in places:

@@ -448,7 +448,7 @@ def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
         gamma=1.0,
         p=3,
     )
-    out = attention.relu_power(A, rows, 3)
+    out = attention.relu_power(A, rows)
     assert out[0, 0, 0, 3] == pytest.approx(winner, rel=1e-4)
     assert out.sum() == pytest.approx(1)
 
@@ -575,7 +575,7 @@ GRADIENTS_AT_HIDDEN_KEYS = {
     "reweight": Variant(
         attention.SIGMOID,
         norm=lambda rows: rows.n,
-        reweight=lambda A, rows, p: A.sqrt(),
+        reweight=lambda A, rows: A.sqrt(),
     ),
     "in place": Variant(Phi(lambda z: z.exp_())),
     "bias": Variant(
@@ -627,7 +627,7 @@ REFUSED = [
         "own: its bias differs between keys, so it needs keyed=True",
     ),
     (
-        Variant(attention.EXP, reweight=lambda A, rows, p: A / A.amax(-2, keepdim=True)),
+        Variant(attention.EXP, reweight=lambda A, rows: A / A.amax(-2, keepdim=True)),
         "own: row 2 depends on keys after it",
     ),
     (

@@ -188,7 +188,7 @@ SAME_FORMULAS = {
     "comments": ("attention.py", " # ", " # Edited: "),
     "docstrings": ("attention.py", lambda text: re.sub(r'"""(?=\w)', '"""Edited: ', text)),
     "format": ("attention.py", lambda text: ast.unparse(ast.parse(text))),
-    "annotations": ("attention.py", "p: float | None) -> Tensor:", "p: float) -> object:"),
+    "annotations": ("attention.py", "rows: Rows) -> Tensor:", "rows: object) -> float:"),
     "another variant": ("attention.py", "torch.exp(z - top) -", "torch.exp(z - top) +"),
     "a new variant": (
         "attention.py",
@@ -345,6 +345,31 @@ def test_every_form_of_import_is_followed(statement, function, inside, own_modul
     before = source_hash((Definition("mine", "f"),))
     own_module("kit/waves", "def wave(z):\n    return z.cos()\n")
     assert differs(before, source_hash((Definition("mine", "f"),)))
+
+
+def test_a_module_that_runs_as_a_script(own_module, tmp_path):
+    """Its hash is the one that it has where it is imported."""
+    own_module("kit/__init__", "")
+    own_module("kit/waves", "def wave(z):\n    return z.sin()\n")
+    script = """
+from runtime.source import definition_of, source_hash
+from .waves import wave
+
+def measure(z):
+    return wave(z) / 2
+
+if __name__ == "__main__":
+    print(definition_of(measure).module, source_hash((definition_of(measure),)))
+"""
+    own_module("kit/tool", script)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "kit.tool"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+    module, as_script = done.stdout.decode().strip().split(" ", 1)
+    assert module == "__main__"
+    assert as_script == source_hash((Definition("kit.tool", "measure"),))
+    own_module("kit/waves", "def wave(z):\n    return z.cos()\n")
+    assert as_script != source_hash((Definition("kit.tool", "measure"),))
 
 
 def test_a_module_that_attention_imports(edited, own_module):
