@@ -137,9 +137,13 @@ EDITED_FORMULAS = {
         LSSAR,
         ("attention.py", "\n\ndef attention_w", '\nVARIANTS["lssar"] = other\n\ndef attention_w'),
     ),
-    "a loop": (
+    "a call": (
         LSSAR,
-        ("attention.py", "\n\ndef attention_w", "\nfor x in VARIANTS: pass\n\ndef attention_w"),
+        ("attention.py", "\n\ndef attention_w", "\nVARIANTS.update(other)\n\ndef attention_w"),
+    ),
+    "entries of another table": (
+        LSSAR,
+        ("attention.py", "Variant] = {\n", "Variant] = {\n    **OTHER,\n"),
     ),
     "an import": ({}, ("attention.py", "import torch\n", "import jax as torch\n")),
     "the re-weighting": (LSSAR, ("attention.py", "(rows.n > 3) &", "(rows.n > 2) &")),
