@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,9 @@ from runtime.distributed import (
     all_reduce_max,
     on_every_rank,
     process_group,
+    rank,
     stop_signals,
+    world_size,
 )
 from runtime.files import lock_folder, write_json
 from runtime.log import Log, describe, say, wandb_settings
@@ -68,26 +70,26 @@ def main(config: Config | None = None) -> None:
     """Train as a config says or, by default, the command line."""
     if config is None:
         config = command_line()
-    rank = int(os.environ.get("RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
     check_attention(config)
-    if rank == 0:
+    if os.environ.get("RANK", "0") == "0":
         wandb_settings(config)  # raises before there is a folder
     run = Path(config.out_dir)
     device = open_device(config.device)
-    fitting = fitting_batch_size(config, world_size, device)
-    lock = lock_folder(run, "training this run") if rank == 0 else nullcontext()
-    with process_group(rank, world_size, device, config.timeout), lock:
-        fitting = -all_reduce_max(-fitting)  # the smallest: the ranks' GPUs may differ in memory
-        if fitting != config.batch_size and rank == 0:
-            sequences = config.total_batch_size // (world_size * config.block_size)
+    with (
+        process_group(device, config.timeout),
+        lock_folder(run, "training this run") if rank() == 0 else nullcontext(),
+    ):
+        # the smallest that fits: the ranks' GPUs may differ in memory
+        fitting = -all_reduce_max(-fitting_batch_size(config, world_size(), device))
+        if fitting != config.batch_size and rank() == 0:
+            sequences = config.total_batch_size // (world_size() * config.block_size)
             say(f"batch_size = {fitting}: the largest that fits and divides {sequences} sequences")
         config = config.replace(batch_size=fitting)
         resume = checkpoint.should_resume(run, config.resume)
         if resume:
             checkpoint.check_beginning(run, config.init_from)
         config = config.replace(resume=resume, init_from="" if resume else config.init_from)
-        training, loader, loss_fn = set_up(config, rank, world_size, device)
+        training, loader, loss_fn = set_up(config, device)
         stopped = False
         if loader is not None and not config.dry_run:
             fetch = partial(fetch_batch, loader, config)
@@ -96,26 +98,20 @@ def main(config: Config | None = None) -> None:
         sys.exit(EXIT_STOPPED)
 
 
-def set_up(
-    config: Config,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-) -> tuple[Training, Loader | None, LossFn]:
+def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | None, LossFn]:
     """Build the data, the model and the optimizers, and say what will be trained.
 
     There is no loader in a dry run before the data are made.
     """
     run = Path(config.out_dir)
-    is_main = rank == 0
 
     # ---- data ----
-    loader = on_every_rank(partial(open_data, config, rank, world_size, device))
+    loader = on_every_rank(partial(open_data, config, device))
     identity = loader.identity() if loader else {}
     check_ranks(config, loader, identity)
     state = None
     if config.resume:
-        state = checkpoint.load_to_resume(run, config, quiet=not is_main)
+        state = checkpoint.load_to_resume(run, config)
     if loader is not None:
         check_data(loader, identity, config, state)
 
@@ -128,7 +124,7 @@ def set_up(
         config,
         dtype,
         any_rank=lambda failed: all_reduce_max(failed) > 0,
-        say=say if is_main else None,
+        say=say if rank() == 0 else None,
     )
     initial = load_initial(model, config.init_from) if config.init_from else None
 
@@ -142,17 +138,17 @@ def set_up(
         training.data = identity
     newest_step = all_reduce_max(training.step)
     if newest_step > training.step:  # DDP would copy rank 0's weights over the difference
-        raise UserError(f"{run}: rank {rank} sees an older checkpoint than another rank does")
+        raise UserError(f"{run}: rank {rank()} sees an older checkpoint than another rank does")
 
     # after the weights are final: DDP copies rank 0's to all ranks
-    loss_fn = compile_and_distribute(model, config, kernels["attention_path"], world_size)
-    if is_main:
-        say(describe(config, training, loader, world_size))
-    if is_main and loader is not None and not config.dry_run:
-        facts = kernels | {"data": identity}
-        checkpoint.write_header(run, config, facts, training.resumed_at, training.changes)
-        if initial is not None:  # never on resume: the file stays as it is
-            write_json(run / "began_with.json", initial.id)
+    loss_fn = compile_and_distribute(model, config, kernels["attention_path"])
+    if rank() == 0:
+        say(describe(config, training, loader, world_size()))
+        if loader is not None and not config.dry_run:
+            facts = kernels | {"data": identity}
+            checkpoint.write_header(run, config, facts, training.resumed_at, training.changes)
+            if initial is not None:  # never on resume: the file stays as it is
+                write_json(run / "began_with.json", initial.id)
     return training, loader, loss_fn
 
 
@@ -168,17 +164,14 @@ def train(
     `fetch` returns this rank's share of a step. Without a loader there is no validation.
     """
     run = Path(config.out_dir)
-    rank = 0
     rank_flops_per_token = 0.0
     if loader is not None:
-        rank = loader.batching.rank
-        rank_flops_per_token = training.model.flops_per_token() / loader.batching.world_size
-    quiet = rank > 0
+        rank_flops_per_token = training.model.flops_per_token() / world_size()
     with (
         stop_signals() as signals,
-        checkpoint.Saver(run, config, training.resumed_at, quiet) as saver,
+        closing(checkpoint.Saver(run, config, training.resumed_at)) as saver,
     ):
-        log = Log(run, config, training.resumed_at, quiet)
+        log = Log(run, config, training.resumed_at, quiet=rank() > 0)
         monitor = Monitor(config, training, log, saver, rank_flops_per_token)
         while True:
             finished = training.step >= config.max_iters
@@ -199,7 +192,7 @@ def train(
             monitor.begin()
             batch = fetch(training.step)
             # for a variant that draws random numbers: a resumed run draws the same
-            torch.manual_seed(hash((config.seed, training.step, rank)))
+            torch.manual_seed(hash((config.seed, training.step, rank())))
             lr = learning_rate(training.step, config)
             set_learning_rate(training.optimizers, lr)
             loss, grad_norm = train_step(training, loss_fn, batch, config.grad_clip)
@@ -218,18 +211,18 @@ def train(
 # ---- before the loop ----
 
 
-def open_data(config: Config, rank: int, world_size: int, device: torch.device) -> Loader | None:
+def open_data(config: Config, device: torch.device) -> Loader | None:
     """Open this rank's data. Raises UserError where they are gone or do not fit the settings."""
     if config.resume and TASKS[config.task].reads_shards:
         require_data_dir(config)
-    return open_loader(config, rank, world_size, device)
+    return open_loader(config, rank(), world_size(), device)
 
 
 def check_ranks(config: Config, loader: Loader | None, identity: Identity) -> None:
     """Raise the same UserError on every rank where ranks read different data."""
     tokens = loader.tokens if loader else 0  # there is none in a dry run without data
     (first_tokens, first), *others = all_gather((tokens, identity))
-    for rank, (other_tokens, other) in enumerate(others, start=1):
+    for number, (other_tokens, other) in enumerate(others, start=1):
         differing = data_difference(first, other)
         counts = ""
         if other_tokens != first_tokens:
@@ -237,8 +230,8 @@ def check_ranks(config: Config, loader: Loader | None, identity: Identity) -> No
             counts = f", {other_tokens:,} tokens for training, not {first_tokens:,}"
         if differing is not None:
             raise UserError(
-                f"{config.data_dir}: rank {rank} reads other {differing} than rank 0{counts}: copy "
-                "the same data to every node"
+                f"{config.data_dir}: rank {number} reads other {differing} than rank 0{counts}: "
+                "copy the same data to every node"
             )
 
 
@@ -264,19 +257,14 @@ def check_data(
     loader.validation_batches(config.val_tokens, config.batch_size)  # raises if it is too small
 
 
-def compile_and_distribute(
-    model: GPT,
-    config: Config,
-    attention_path: str,
-    world_size: int,
-) -> LossFn:
+def compile_and_distribute(model: GPT, config: Config, attention_path: str) -> LossFn:
     """Return the model as a loss function, compiled and wrapped in DDP as the settings ask."""
     varied_lengths = TASKS[config.task].varied_lengths
     # on the blocked path each length would compile another graph
     many_graphs = varied_lengths and "blocked" in attention_path
     if pick_compile(config.compile, next(model.parameters()).device, many_graphs):
         compile_model(model, varied_lengths)
-    if world_size == 1:
+    if world_size() == 1:
         return model
     ddp = DDP(model, gradient_as_bucket_view=True)
     ddp.broadcast_buffers = False  # RoPE's tables only; DDP's argument is deprecated
@@ -298,7 +286,7 @@ def fetch_batch(loader: Loader, config: Config, step: int) -> StepBatch:
     """Fetch this rank's share of a step, and split it into micro-batches of equal size."""
     x, y = loader.batch(config.first_batch + step)
     pairs = list(zip(x.split(config.batch_size), y.split(config.batch_size), strict=True))
-    tokens = loader.batching.world_size * len(x) * x.shape[1]
+    tokens = world_size() * len(x) * x.shape[1]
     return StepBatch(pairs, divisor=len(pairs), tokens=tokens)
 
 
@@ -328,8 +316,8 @@ def train_step(
         scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), grad_clip or math.inf)
     if dist.is_initialized():
-        dist.all_reduce(total, dist.ReduceOp.SUM)
-        total /= dist.get_world_size()
+        dist.all_reduce(total)
+        total /= world_size()
     is_bad = ~(total.isfinite() & norm.isfinite())
     for optimizer in training.optimizers:
         step_unless(is_bad.float(), optimizer)
@@ -358,7 +346,7 @@ def stop_diverged(
     `updated` tells whether the step has changed the weights.
     """
     saver.wait()  # it may be on its way to the disk
-    if not dist.is_initialized() or dist.get_rank() == 0:  # the ranks end alike
+    if rank() == 0:  # the ranks end alike
         advice = (
             "No weight has changed yet, so that a lower rate does not help: the cause is in the "
             "initial weights or in the formulas of the attention"
@@ -377,7 +365,7 @@ def how_to_continue(config: Config, step: int) -> str:
     settings = ["--resume", f"--out_dir={config.out_dir}", f"--learning_rate={rate}"]
     replaced = tuple(setting.partition("=")[0] for setting in settings)
     kept = [argument for argument in sys.argv if not argument.startswith(replaced)]
-    launcher = "torchrun ..." if dist.is_initialized() else "python"
+    launcher = "torchrun ..." if world_size() > 1 else "python"
     return (
         f"The checkpoint of step {saved} is good; this continues it at half the rate: {launcher} "
         f"{shlex.join([*kept, *settings])}; --first_batch={next_batch} skips the batches up to "
@@ -464,7 +452,7 @@ def validate(
 ) -> None:
     """Log the validation loss, and save the weights if it is the lowest so far."""
     windows = loader.validation_windows(config.val_tokens)
-    batches_of_rank = math.ceil(windows / (loader.batching.world_size * config.batch_size))
+    batches_of_rank = math.ceil(windows / (world_size() * config.batch_size))
     batches = log.progress(
         loader.validation_batches(config.val_tokens, config.batch_size),
         f"validation of step {training.step}",

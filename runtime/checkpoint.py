@@ -40,6 +40,7 @@ from model import GPT
 from optim import learning_rate
 from runtime.config_files import DATA_DIR, shown
 from runtime.device import environment, uncommitted
+from runtime.distributed import rank
 from runtime.files import atomic_write, convert, read_json, sha256_of, write_json
 from runtime.run_folder import (
     Settings,
@@ -242,18 +243,11 @@ class Saver:
 
     Of the step_*.pt in the run's folder, the newest `keep_last` are kept, and those at multiples of
     `keep_every` steps (0: none). Damaged ones, later than the step that the run was resumed at, are
-    deleted once a checkpoint is saved. With `quiet`, as on all ranks but 0, nothing is written.
+    deleted once a checkpoint is saved. Rank 0 alone writes.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        config: Config,
-        resumed_at: int | None,
-        quiet: bool = False,
-    ):
+    def __init__(self, run: Path, config: Config, resumed_at: int | None):
         self.run = run
-        self.quiet = quiet
         self.keep_last = config.keep_last
         self.keep_every = config.keep_every
         last_intact = resumed_at or 0
@@ -266,7 +260,7 @@ class Saver:
 
         First waits for the previous checkpoint. Raises UserError if writing that failed.
         """
-        if self.quiet:
+        if rank() > 0:
             return
         self.wait()
         content = io.BytesIO()
@@ -278,18 +272,9 @@ class Saver:
         """Wait until everything is on disk. Raises UserError if a write failed."""
         self.pending.result()
 
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(
-        self,
-        kind: object,
-        error: BaseException | None,
-        traceback: object,
-    ) -> None:
-        if error is None:
-            self.wait()
-        self.thread.shutdown()  # finishes a write in progress, even after an error
+    def close(self) -> None:
+        """Finish a write in progress, whether or not it fails."""
+        self.thread.shutdown()
 
     def _write(self, path: Path, content: io.BytesIO) -> None:
         with atomic_write(path) as file:
@@ -323,17 +308,16 @@ def should_resume(run: Path, resume: bool | str) -> bool:
     path = run / "config.json"
     metrics = run / "metrics.jsonl"
     settings = read_json(path, dict[str, Any])
-    blocking = None
     if settings and "attention" not in settings:
         blocking = path
     elif metrics.is_file() and b'"loss"' in metrics.read_bytes():
         blocking = metrics
-    if blocking is not None:
-        raise UserError(
-            f"{blocking} belongs to no run that can be resumed, and a new run would overwrite it; "
-            "move it away, or give another --out_dir"
-        )
-    return False
+    else:
+        return False
+    raise UserError(
+        f"{blocking} belongs to no run that can be resumed, and a new run would overwrite it; "
+        "move it away, or give another --out_dir"
+    )
 
 
 def check_beginning(run: Path, init_from: str) -> None:
@@ -395,13 +379,13 @@ def load(path: Path) -> State:
     return convert(read_checkpoint(path), State, path)
 
 
-def load_to_resume(run: Path, config: Config, quiet: bool) -> State:
+def load_to_resume(run: Path, config: Config) -> State:
     """Load the latest checkpoint of a run that this config continues.
 
     Raises UserError where the run was trained with settings that a resumed one may not change, and
     where a longer or shorter run would have had another learning rate, but none is set.
     """
-    state = load(find(run, quiet=quiet).path)
+    state = load(find(run, quiet=rank() > 0).path)
     now = settings_of(config)
     for key, saved in settings_before(state).items():
         if key not in MAY_CHANGE and key not in RECORDED and now.get(key) != saved:

@@ -1,5 +1,6 @@
 """The ranks of a run: their process group, collectives, and the signals that stop them."""
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,21 +19,29 @@ T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
+def rank() -> int:
+    """The number of this process in its group, 0 without a group: it prints, and writes files."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """The number of processes in the group, 1 without a group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 @contextmanager
-def process_group(rank: int, ranks: int, device: torch.device, timeout: float) -> Iterator[None]:
+def process_group(device: torch.device, timeout: float) -> Iterator[None]:
     """Connect the ranks that torchrun started, while the block runs.
 
     If a rank dies, or keeps the others waiting for `timeout` seconds, their next collective raises
     RuntimeError (on a GPU, NCCL ends the process).
     """
-    if ranks == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         yield
         return
     use_nccl = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
-        rank=rank,
-        world_size=ranks,
         timeout=timedelta(seconds=timeout),
         device_id=device if use_nccl else None,
     )
@@ -64,7 +73,7 @@ def all_gather(value: T) -> list[T]:
     """The values of all ranks, in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
-    values = [value] * dist.get_world_size()
+    values = [value] * world_size()
     dist.all_gather_object(values, value)
     return values
 
@@ -77,9 +86,9 @@ def on_every_rank(call: Callable[[], T]) -> T:
     except UserError as error:
         mistake = str(error)
     mistakes = all_gather(mistake)
-    for rank, message in enumerate(mistakes):
+    for number, message in enumerate(mistakes):
         if message is not None:
-            raise UserError(message if None not in mistakes else f"rank {rank}: {message}")
+            raise UserError(message if None not in mistakes else f"rank {number}: {message}")
     return result
 
 

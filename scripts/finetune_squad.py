@@ -137,7 +137,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     state = None
     if options.resume:
         planned = run_folder.read_config(out).max_iters
-        state = checkpoint.load_to_resume(out, config.replace(max_iters=planned), quiet=False)
+        state = checkpoint.load_to_resume(out, config.replace(max_iters=planned))
         data_before = read_json(out / "squad.json")
         if data_before != data:
             raise UserError(

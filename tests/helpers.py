@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 
 import matplotlib.image
@@ -112,8 +113,9 @@ def saved_run(folder: Path, model: GPT) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_header(folder, model.config, {"formulas": formulas_hash(model.config)}, None, {})
     training = Training(model, torch.float32, [], torch.amp.GradScaler("cpu"), step=7)
-    with Saver(folder, model.config, None) as saver:
+    with closing(Saver(folder, model.config, None)) as saver:
         saver.save("step", training.state(model.config))
+        saver.wait()
     return folder
 
 

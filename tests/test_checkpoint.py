@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ def test_checkpoints_are_written_beside_the_training_in_order(tmp_path, monkeypa
     def state(step):
         return checkpoint.State(model={"w": tensor}, step=step, config={})
 
-    with checkpoint.Saver(tmp_path, Config(), None) as saver:
+    with closing(checkpoint.Saver(tmp_path, Config(), None)) as saver:
         saver.save("step", state(1))
         tensor += 1  # training goes on
         assert written == []
@@ -165,6 +165,7 @@ def test_checkpoints_are_written_beside_the_training_in_order(tmp_path, monkeypa
         saver.save("step", state(2))
         assert written[0] == "step_000001.pt"
         assert run_folder.checkpoints(tmp_path)[-1].name == "step_000001.pt"
+        saver.wait()
     assert len(written) == 2
     first = checkpoint.load(tmp_path / "step_000001.pt")
     assert torch.equal(first.model["w"], torch.zeros(3))

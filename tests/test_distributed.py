@@ -160,9 +160,10 @@ def test_an_error_under_nccl_leaves_the_group_open(monkeypatch):
     for name in ("init_process_group", "barrier"):
         monkeypatch.setattr(dist, name, lambda *args, **kwargs: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: closed.append(True))
-    with process_group(0, 2, torch.device("cuda"), timeout=1):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with process_group(torch.device("cuda"), timeout=1):
         pass
-    with pytest.raises(UserError), process_group(0, 2, torch.device("cuda"), timeout=1):
+    with pytest.raises(UserError), process_group(torch.device("cuda"), timeout=1):
         raise UserError("no space left on device")
     assert closed == [True]
 
