@@ -2,16 +2,13 @@
 
 import difflib
 import errno
-import functools
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 EXIT_MISTAKE = 2
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class UserError(ValueError):
@@ -51,40 +48,45 @@ def first_line(error: Exception) -> str:
     return message.splitlines()[0]
 
 
-def command(main: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a command's `main`: print a UserError as one sentence and exit with code 2.
+@contextmanager
+def reported() -> Iterator[None]:
+    """Print a UserError of the block as one sentence and exit with code 2.
 
     Running out of memory, or of disk under the output, is reported in the same way. Ctrl-C exits
     with 130, and a closed output pipe, as in `| head`, exits with 1.
     """
+    try:
+        yield
+    except UserError as error:
+        exit_with(str(error))
+    except MemoryError as error:
+        reason = str(error) or "more than this machine has"
+        exit_with(f"not enough memory: {reason.splitlines()[0]}")
+    except RuntimeError as error:
+        # how torch words a failed allocation, on a CPU and on a GPU
+        if "to allocate" not in str(error):
+            raise
+        exit_with(f"not enough memory: {first_line(error)}")
+    except BrokenPipeError:
+        discard_output()
+        sys.exit(1)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        discard_output()
+        exit_with("no space left on the disk under the output")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
-    @functools.wraps(main)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return main(*args, **kwargs)
-        except UserError as error:
-            exit_with(str(error))
-        except MemoryError as error:
-            reason = str(error) or "more than this machine has"
-            exit_with(f"not enough memory: {reason.splitlines()[0]}")
-        except RuntimeError as error:
-            # how torch words a failed allocation, on a CPU and on a GPU
-            if "to allocate" not in str(error):
-                raise
-            exit_with(f"not enough memory: {first_line(error)}")
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-            sys.exit(1)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            exit_with("no space left on the disk under the output")
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            sys.exit(130)
 
-    return run
+# Decorates the `main` of every command.
+command = reported()
+
+
+def discard_output() -> None:
+    """Let all further output go nowhere, that of the flush at exit too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_with(message: str) -> NoReturn:

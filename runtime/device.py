@@ -8,7 +8,9 @@ import subprocess
 import sys
 import sysconfig
 import time
+import timeit
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +144,9 @@ def bfloat16_speedup(width: int) -> float:
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(1024, width, dtype=dtype)
         weight = torch.ones(width, 4 * width, dtype=dtype)
-        times = []
-        for _ in range(3):
-            started = time.process_time()  # other processes do not count
-            x @ weight
-            times.append(time.process_time() - started)
-        seconds[dtype] = min(times)
+        multiply = partial(torch.matmul, x, weight)
+        # of this process's time: others do not count
+        seconds[dtype] = min(timeit.repeat(multiply, timer=time.process_time, repeat=3, number=1))
     return seconds[torch.float32] / seconds[torch.bfloat16]
 
 
@@ -161,12 +160,11 @@ def pick_compile(setting: bool | None, device: torch.device, slow: bool = False)
 
     Raises UserError where torch.compile would fail, without a compiler or Python's headers.
     """
-    compiles = setting
     if setting is None:
-        compiles = device.type == "cuda" and not slow
-    if compiles:
+        setting = device.type == "cuda" and not slow
+    if setting:
         check_compiler(device)
-    return bool(compiles)
+    return setting
 
 
 def check_compiler(device: torch.device) -> None:

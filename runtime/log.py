@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import os
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from config import Config
-from errors import UserError, first_line
+from errors import UserError, discard_output, first_line
 from runtime.files import atomic_write, read_json, write_json, writing
 
 if TYPE_CHECKING:  # importing torch takes seconds, and reading a log needs none of it
@@ -39,7 +38,7 @@ def say(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
 
 
 class Log:
