@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError, first_line
-from runtime.nanogpt import NANOGPT, as_ours, is_nanogpts, read_pt
+from runtime.nanogpt import NANOGPT, SIZES, as_ours, is_nanogpts, read_pt
 
 # Precedes the name or the folder of a Hugging Face GPT-2 in init_from.
 PRETRAINED = "hf:"
@@ -82,7 +82,7 @@ def sizes_of_nanogpt(source: str) -> dict[str, Any]:
     if not is_nanogpts(content):
         raise UserError(f"{path} is no checkpoint of nanoGPT's train.py")
     settings = as_ours(content, path)["config"]
-    keys = ["n_layer", "n_head", "n_embd", "block_size", "positions", "bias", "mlp"]
-    if settings["tokenizer"] == "gpt2":
-        keys.append("vocab_size")  # otherwise a run has end-of-text too
-    return {key: settings[key] for key in keys}
+    sizes = {key: settings[key] for key in (*SIZES, "positions", "mlp")}
+    if settings["tokenizer"] != "gpt2":
+        del sizes["vocab_size"]  # a run has end-of-text too
+    return sizes

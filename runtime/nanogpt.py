@@ -11,6 +11,8 @@ from errors import UserError, first_line
 NANOGPT = "nanogpt:"
 # What its vocabulary sizes stand for: GPT-2's ids, and these padded to a multiple of 64.
 GPT2_SIZES = (BUILT_IN["gpt2"], 50304)
+# The settings of a model that have the same names in nanoGPT.
+SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
 # torch.compile's prefix, which nanoGPT leaves in some checkpoints.
 COMPILED = "_orig_mod."
 
@@ -46,15 +48,9 @@ def as_ours(content: dict[str, Any], path: Path) -> dict[str, Any]:
         args = content["model_args"]
         training = content["config"]
         sequences = training["gradient_accumulation_steps"] * training["batch_size"]
-        settings = {
+        settings = {key: args[key] for key in SIZES} | {
             "attention": "softmax",
             "positions": "learned",
-            "n_layer": args["n_layer"],
-            "n_head": args["n_head"],
-            "n_embd": args["n_embd"],
-            "block_size": args["block_size"],
-            "vocab_size": args["vocab_size"],
-            "bias": args["bias"],
             "mlp": "gelu_erf",
             "total_batch_size": sequences * args["block_size"],
             "data_dir": f"data/{training['dataset']}",
