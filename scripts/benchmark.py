@@ -75,7 +75,6 @@ PLAIN = "plain"  # stands where a config file does: PlainGPT
 
 Say = Callable[[str], None]
 Step = Callable[[], object]
-Loss = Callable[[Tensor, Tensor], Tensor]  # of inputs and targets
 
 
 @command
@@ -205,16 +204,17 @@ def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> di
         for _ in tqdm(range(rounds), desc="rounds"):
             for key, worker in workers.items():
                 measured[key].append(worker.submit(timed_step).result())
-        times = {key: worker.submit(kernel_times).result() for key, worker in workers.items()}
-    for (name, phase), steps in measured.items():
-        ms, peak_mb = zip(*steps, strict=True)
-        figures[name][f"{phase}_ms"] = statistics.median(ms)
-        figures[name][f"{phase}_ms_spread"] = [min(ms), max(ms)]
-        figures[name][f"{phase}_mb"] = max(peak_mb)
-        kernels = times[name, phase]
-        if kernels:
-            longest = dict(kernels.most_common(KERNELS))
-            figures[name][f"{phase}_kernels"] = {"all": sum(kernels.values()), **longest}
+        for (name, phase), worker in workers.items():
+            ms, peak_mb = zip(*measured[name, phase], strict=True)
+            figures[name] |= {
+                f"{phase}_ms": statistics.median(ms),
+                f"{phase}_ms_spread": [min(ms), max(ms)],
+                f"{phase}_mb": max(peak_mb),
+            }
+            kernels = worker.submit(kernel_times).result()
+            if kernels:
+                longest = dict(kernels.most_common(KERNELS))
+                figures[name][f"{phase}_kernels"] = {"all": sum(kernels.values()), **longest}
     return figures
 
 
@@ -326,7 +326,7 @@ def build_step(config: Config, phase: str, device: torch.device, plain: bool, sa
             model.compile()
         else:
             compile_model(model, TASKS[config.task].varied_lengths)
-    loss_fn: Loss = model
+    loss_fn: Callable = model  # of inputs and targets
     if phase == "eval":
         loss_fn = model.eval().token_losses
     unfused = config.attention_impl == "reference" and config.compile is False
