@@ -8,11 +8,10 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from data.vocabulary import RECALL_IDS, count_ids, end_of_text, identify
 from errors import UserError, check_choice
@@ -31,33 +30,24 @@ RECALL = {"task": ("recall", "language+recall")}
 # Sequences of a micro-batch where batch_size does not say: more are hardly faster.
 LARGEST_BATCH = 64
 
+# Numbers within limits, in the words that refuse a value beyond them.
+PositiveInt = Annotated[int, ("at least", 1)]
+NonNegativeInt = Annotated[int, ("at least", 0)]
+PositiveFloat = Annotated[float, ("above", 0)]
+NonNegativeFloat = Annotated[float, ("at least", 0)]
+FloatFromOne = Annotated[float, ("at least", 1)]
+Fraction = Annotated[float, ("at least", 0), ("below", 1)]
+
 T = TypeVar("T")
 
 
-def setting(
-    default: T,
-    help: str,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: Collection[Any] | None = None,
-    needs: dict[str, tuple] = NOTHING,
-) -> T:
-    """A field of Config: its default, its line of --help and the values allowed.
+def setting(default: T, help: str, needs: dict[str, tuple] = NOTHING) -> T:
+    """A field of Config: its default and its line of --help. Its type has the values allowed.
 
     `needs` names other settings, and the values of each with which this one has an effect: with
     other values anything but the default is refused.
     """
-    metadata = {
-        "help": help,
-        "at_least": at_least,
-        "above": above,
-        "below": below,
-        "choices": choices,
-        "needs": needs,
-    }
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"help": help, "needs": needs})
 
 
 @dataclass(frozen=True)
@@ -70,107 +60,90 @@ class Config:
 
     # ---- attention: what a layer computes ----
     attention: str = setting("softmax", "The variant, a name in attention.VARIANTS.")
-    p: float | None = setting(
-        None, "Power of the re-weighting. None: weights are not re-weighted.", at_least=1
+    p: FloatFromOne | None = setting(
+        None, "Power of the re-weighting. None: weights are not re-weighted."
     )
-    block_size: int = setting(1024, "Training length in tokens.", at_least=1)
-    window: int | None = setting(
-        None, "Number of last keys that a query sees. None: all up to its own.", at_least=1
+    block_size: PositiveInt = setting(1024, "Training length in tokens.")
+    window: PositiveInt | None = setting(
+        None, "Number of last keys that a query sees. None: all up to its own."
     )
     window_pattern: str = setting(
         "",
         "Layers with the window (S) and without (L), such as SSSL, repeated over the layers; the "
         "last layer is always L (nanochat). Empty: all layers have the window.",
     )
-    positions: str = setting(
-        "rope",
-        "How positions enter. 'learned' positions are GPT-2's, and end at block_size.",
-        choices=("rope", "alibi", "none", "learned"),
+    positions: Literal["rope", "alibi", "none", "learned"] = setting(
+        "rope", "How positions enter. 'learned' positions are GPT-2's, and end at block_size."
     )
-    rope_theta: float = setting(10000.0, "Base of RoPE.", at_least=1, needs=ROPE)
+    rope_theta: FloatFromOne = setting(10000.0, "Base of RoPE.", needs=ROPE)
     rope_share: float = setting(
-        1.0,
-        "Share of a head's pairs, the fastest ones, that RoPE turns (p-RoPE).",
-        needs=ROPE,
+        1.0, "Share of a head's pairs, the fastest ones, that RoPE turns (p-RoPE).", needs=ROPE
     )
-    nope_every: int = setting(
+    nope_every: NonNegativeInt = setting(
         0,
         "Every Nth layer has no RoPE, or with nope_share only that share of its heads has none "
         "(SmolLM3, Llama 4: 4). 0: RoPE is in every layer.",
-        at_least=0,
         needs=ROPE,
     )
-    nope_share: float = setting(
-        0.0,
-        "Share of heads, the first ones, without RoPE or ALiBi.",
-        at_least=0,
-        below=1,
-        needs=ROPE_OR_ALIBI,
+    nope_share: Fraction = setting(
+        0.0, "Share of heads, the first ones, without RoPE or ALiBi.", needs=ROPE_OR_ALIBI
     )
-    local_window: int | None = setting(
+    local_window: PositiveInt | None = setting(
         None,
         "Makes a hybrid: heads with positions are softmax over this many last keys, and the other "
         "heads compute `attention`. None: all heads compute `attention`.",
-        at_least=1,
     )
-    softcap: float | None = setting(
-        None, "c, which makes scores c tanh(score / c). Gemma 2: 50.", above=0
+    softcap: PositiveFloat | None = setting(
+        None, "c, which makes scores c tanh(score / c). Gemma 2: 50."
     )
-    sink: str = setting(
+    sink: Literal["none", "one", "learned"] = setting(
         "none",
         "Adds a key of value 0 whose score is 0 ('one': softmax off by one) or 'learned', one "
         "per head.",
-        choices=("none", "one", "learned"),
     )
     forget: bool = setting(False, "Forget gates lower the scores of earlier keys (FoX).")
     s_init: float = setting(1.0, "Initial s of SSMax. The paper has 0.1685 in (e) and (f).")
     b_init: float = setting(0.0, "Initial b of ssmax_bias and ssmax_probe.")
-    gamma: float = setting(1.0, "gamma of ReLU attention by Shen et al.", above=0)
+    gamma: PositiveFloat = setting(1.0, "gamma of ReLU attention by Shen et al.")
     # ---- model: the weights, and the layers around attention ----
-    n_layer: int = setting(12, "Number of transformer blocks.", at_least=1)
-    n_head: int = setting(12, "Attention heads per block.", at_least=1)
-    n_kv_head: int | None = setting(
-        None, "Heads of keys and values. None: n_head.", at_least=1, needs=LINEAR
+    n_layer: PositiveInt = setting(12, "Number of transformer blocks.")
+    n_head: PositiveInt = setting(12, "Attention heads per block.")
+    n_kv_head: PositiveInt | None = setting(
+        None, "Heads of keys and values. None: n_head.", needs=LINEAR
     )
-    head_size: int | None = setting(None, "Width of a head. None: n_embd / n_head.", at_least=1)
-    n_embd: int = setting(768, "Width of the residual stream.", at_least=1)
+    head_size: PositiveInt | None = setting(None, "Width of a head. None: n_embd / n_head.")
+    n_embd: PositiveInt = setting(768, "Width of the residual stream.")
     qk_norm: bool = setting(False, "q and k pass RMSNorm before RoPE (Qwen3).", needs=LINEAR)
-    gate: str = setting(
+    gate: Literal["none", "head", "element"] = setting(
         "none",
         "A sigmoid gate multiplies attention's output, one per 'head' or 'element' (Qiu et al. "
         "2025).",
-        choices=("none", "head", "element"),
     )
-    projections: str = setting(
+    projections: Literal["linear", "tpa"] = setting(
         "linear",
         "How q, k and v come from the input: 'linear', or 'tpa', Tensor Product Attention (T6).",
-        choices=("linear", "tpa"),
     )
-    q_rank: int | None = setting(
-        6, "Rank of q in 'tpa'. None: q is linear in the input.", at_least=1, needs=TPA
+    q_rank: PositiveInt | None = setting(
+        6, "Rank of q in 'tpa'. None: q is linear in the input.", needs=TPA
     )
-    kv_rank: int = setting(2, "Rank of k and of v in 'tpa'.", at_least=1, needs=TPA)
-    norm: str = setting(
-        "layernorm", "Norm of the residual stream.", choices=("layernorm", "rmsnorm")
-    )
-    mlp: str = setting(
+    kv_rank: PositiveInt = setting(2, "Rank of k and of v in 'tpa'.", needs=TPA)
+    norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "Norm of the residual stream.")
+    mlp: Literal["gelu", "gelu_erf", "swiglu"] = setting(
         "gelu",
         "Activation of the MLP: 'gelu' as GPT-2 approximates it, 'gelu_erf' without the "
         "approximation (nanoGPT), or 'swiglu'.",
-        choices=("gelu", "gelu_erf", "swiglu"),
     )
-    mlp_hidden: int | None = setting(None, "Hidden width of the MLP. None: 4 n_embd.", at_least=1)
+    mlp_hidden: PositiveInt | None = setting(None, "Hidden width of the MLP. None: 4 n_embd.")
     bias: bool = setting(True, "Linear layers and LayerNorm have biases.")
     tie_embeddings: bool = setting(True, "The head shares the token embedding's weights.")
-    vocab_size: int | None = setting(
-        None, "Number of token ids. None: the tokenizer's.", at_least=1, needs=LANGUAGE
+    vocab_size: PositiveInt | None = setting(
+        None, "Number of token ids. None: the tokenizer's.", needs=LANGUAGE
     )
     # ---- data: what the loss is measured on ----
-    task: str = setting(
+    task: Literal["language", "orbits", "recall", "language+recall"] = setting(
         "language",
         "What is learnt: text, simulated planets ('orbits'), or answers to what lies far away "
         "('recall'); see data/tasks.py.",
-        choices=("language", "orbits", "recall", "language+recall"),
     )
     data_dir: str = setting(
         "data/fineweb10B", "Folder of shards, made by data.fineweb or data.text."
@@ -182,101 +155,84 @@ class Config:
         "of a row's document.",
         needs=LANGUAGE,
     )
-    val_tokens: int = setting(
-        10485760, "Tokens to validate on, from the first of the split on (llm.c).", at_least=1
+    val_tokens: PositiveInt = setting(
+        10485760, "Tokens to validate on, from the first of the split on (llm.c)."
     )
-    planets: int = setting(
-        10, "Largest number of planets in a system of 'orbits'.", at_least=1, needs=ORBITS
+    planets: PositiveInt = setting(
+        10, "Largest number of planets in a system of 'orbits'.", needs=ORBITS
     )
-    bins: int = setting(7000, "Bins of a coordinate of 'orbits'.", at_least=1, needs=ORBITS)
-    recall: str = setting(
-        "lookup",
-        "Which task of 'recall'.",
-        needs=RECALL,
-        choices=("lookup", "mqar", "latest", "latest_2", "sort"),
+    bins: PositiveInt = setting(7000, "Bins of a coordinate of 'orbits'.", needs=ORBITS)
+    recall: Literal["lookup", "mqar", "latest", "latest_2", "sort"] = setting(
+        "lookup", "Which task of 'recall'.", needs=RECALL
     )
     # ---- optimisation ----
-    systems: int = setting(10_000_000, "Systems of 'orbits' to train on.", at_least=1, needs=ORBITS)
+    systems: PositiveInt = setting(10_000_000, "Systems of 'orbits' to train on.", needs=ORBITS)
     align_documents: bool = setting(
         False,
         "Training windows begin at a document, packed by best fit; what does not fit is cropped "
         "(nanochat).",
         needs=LANGUAGE,
     )
-    first_batch: int = setting(
-        0, "Batches to skip, so that a second run reads new data (SSMax (f)).", at_least=0
+    first_batch: NonNegativeInt = setting(
+        0, "Batches to skip, so that a second run reads new data (SSMax (f))."
     )
-    total_batch_size: int = setting(524288, "Tokens per step, over all processes.", at_least=1)
-    max_iters: int = setting(18865, "Number of optimizer steps.", at_least=0)
-    optimizer: str = setting(
-        "adamw",
-        "'adamw', or 'muon' for hidden matrices with AdamW for the rest.",
-        choices=("adamw", "muon"),
+    total_batch_size: PositiveInt = setting(524288, "Tokens per step, over all processes.")
+    max_iters: NonNegativeInt = setting(18865, "Number of optimizer steps.")
+    optimizer: Literal["adamw", "muon"] = setting(
+        "adamw", "'adamw', or 'muon' for hidden matrices with AdamW for the rest."
     )
-    learning_rate: float = setting(6e-4, "Peak learning rate.", at_least=0)
-    schedule: str = setting(
-        "cosine",
-        "How the learning rate falls after the warm-up.",
-        choices=("cosine", "constant", "trapezoidal"),
+    learning_rate: NonNegativeFloat = setting(6e-4, "Peak learning rate.")
+    schedule: Literal["cosine", "constant", "trapezoidal"] = setting(
+        "cosine", "How the learning rate falls after the warm-up."
     )
-    warmup_iters: int = setting(700, "Steps of linear warm-up.", at_least=0)
-    cooldown_iters: int = setting(
+    warmup_iters: NonNegativeInt = setting(700, "Steps of linear warm-up.")
+    cooldown_iters: NonNegativeInt = setting(
         0,
         "Last steps of 'trapezoidal', in which the rate falls linearly to min_lr.",
-        at_least=0,
         needs={"schedule": ("trapezoidal",)},
     )
-    min_lr: float = setting(
-        0.0,
-        "Final learning rate.",
-        at_least=0,
-        needs={"schedule": ("cosine", "trapezoidal")},
+    min_lr: NonNegativeFloat = setting(
+        0.0, "Final learning rate.", needs={"schedule": ("cosine", "trapezoidal")}
     )
-    weight_decay: float = setting(
-        0.1, "Weight decay of tensors of 2 or more dimensions.", at_least=0
+    weight_decay: NonNegativeFloat = setting(
+        0.1, "Weight decay of tensors of 2 or more dimensions."
     )
-    beta1: float = setting(0.9, "beta1 of AdamW.", at_least=0, below=1)
-    beta2: float = setting(0.95, "beta2 of AdamW.", at_least=0, below=1)
-    adam_eps: float = setting(1e-8, "epsilon of AdamW.", at_least=0)
-    grad_clip: float = setting(1.0, "Largest gradient norm. 0: no clipping.", at_least=0)
-    seed: int = setting(1337, "Seed of the initial weights and the data order.", at_least=0)
+    beta1: Fraction = setting(0.9, "beta1 of AdamW.")
+    beta2: Fraction = setting(0.95, "beta2 of AdamW.")
+    adam_eps: NonNegativeFloat = setting(1e-8, "epsilon of AdamW.")
+    grad_clip: NonNegativeFloat = setting(1.0, "Largest gradient norm. 0: no clipping.")
+    seed: NonNegativeInt = setting(1337, "Seed of the initial weights and the data order.")
     # ---- machine: the losses are the same up to rounding ----
     device: str = setting("auto", "'auto' (cuda, else mps, else cpu), 'cuda:1', ..")
-    dtype: str = setting(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto",
         "dtype of matrix products. 'auto': bfloat16 on CUDA, or float16 where the GPU has none; "
         "else float32. Training with 'float32' on CUDA multiplies matrices in TF32. At p = 15 "
         "bfloat16 changes the first gradients (docs/training.md).",
-        choices=("auto", "float32", "bfloat16", "float16"),
     )
     compile: bool | None = setting(
         None, "Use torch.compile. None: on CUDA, except for recall on the blocked path."
     )
-    batch_size: int = setting(
+    batch_size: NonNegativeInt = setting(
         0,
         "Most sequences per micro-batch and process; a divisor is taken. 0: as many as the GPU's "
         "memory fits, at most 64.",
-        at_least=0,
     )
-    attention_impl: str = setting(
-        "auto",
-        "How attention is computed. 'auto': the fastest way that works here.",
-        choices=("auto", "triton", "blocked", "reference"),
+    attention_impl: Literal["auto", "triton", "blocked", "reference"] = setting(
+        "auto", "How attention is computed. 'auto': the fastest way that works here."
     )
     # ---- logs: validation, checkpoints, printed lines ----
-    eval_interval: int = setting(
-        250, "Steps between validations. The first and the last step are validated too.", at_least=1
+    eval_interval: PositiveInt = setting(
+        250, "Steps between validations. The first and the last step are validated too."
     )
-    checkpoint_interval: int = setting(1000, "Steps between checkpoints.", at_least=1)
-    keep_last: int = setting(2, "Number of newest checkpoints to keep.", at_least=1)
-    keep_every: int = setting(
-        0, "Keep the checkpoints of every Nth step as well. 0: none.", at_least=0
+    checkpoint_interval: PositiveInt = setting(1000, "Steps between checkpoints.")
+    keep_last: PositiveInt = setting(2, "Number of newest checkpoints to keep.")
+    keep_every: NonNegativeInt = setting(
+        0, "Keep the checkpoints of every Nth step as well. 0: none."
     )
-    log_interval: int = setting(1, "Steps between printed lines.", at_least=1)
-    wandb_mode: str = setting(
-        "auto",
-        "'auto': what WANDB_MODE says, else online where you are logged in to wandb.",
-        choices=("auto", "online", "offline", "disabled"),
+    log_interval: PositiveInt = setting(1, "Steps between printed lines.")
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = setting(
+        "auto", "'auto': what WANDB_MODE says, else online where you are logged in to wandb."
     )
     wandb_project: str = setting(
         "", "Project in wandb. Empty: WANDB_PROJECT or, without it, sharp-attention."
@@ -293,10 +249,8 @@ class Config:
     name: str = setting(
         "", "What log, tables and pictures call the run. Empty: its config file's name."
     )
-    resume: bool | str = setting(
-        False,
-        "Continue the run in out_dir. 'auto': if it has a checkpoint, else start it.",
-        choices=(False, True, "auto"),
+    resume: Literal[False, True, "auto"] = setting(
+        False, "Continue the run in out_dir. 'auto': if it has a checkpoint, else start it."
     )
     init_from: str = setting(
         "",
@@ -304,7 +258,9 @@ class Config:
         "nanogpt:ckpt.pt.",
     )
     dry_run: bool = setting(False, "Check everything, print what it takes, write nothing.")
-    timeout: float = setting(600.0, "Seconds to wait for a dead process.", at_least=5)
+    timeout: Annotated[float, ("at least", 5)] = setting(
+        600.0, "Seconds to wait for a dead process."
+    )
 
     def __post_init__(self) -> None:
         check_each_setting(self)
@@ -401,10 +357,18 @@ GROUPS = {
     "eval_interval": "logs",
     "out_dir": "run",
 }
-# The types that each setting may have: (float, NoneType) for `float | None`.
-TYPES: dict[str, tuple[type, ...]] = {
-    name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(Config).items()
-}
+HINTS = typing.get_type_hints(Config, include_extras=True)
+
+
+def types_of(hint: Any) -> tuple[type, ...]:
+    """The types of values: (float, NoneType) for `float | None`, (str,) for Literal["a", "b"]."""
+    if typing.get_origin(hint) is Literal:
+        return tuple({type(value): None for value in typing.get_args(hint)})
+    return typing.get_args(hint) or (hint,)
+
+
+# The types that each setting may have, without the limits of numbers.
+TYPES = {name: types_of(hint) for name, hint in typing.get_type_hints(Config).items()}
 
 
 def names(*groups: str) -> tuple[str, ...]:
@@ -427,15 +391,16 @@ SCHEDULE = ("learning_rate", "schedule", "warmup_iters", "cooldown_iters", "min_
 RECORDED = (*SCHEDULE, "first_batch")
 
 
-def choices(name: str) -> Collection[Any]:
-    """The values that a setting with a fixed set of values may take."""
-    return SETTINGS[name]["choices"]
+def choices(name: str) -> tuple[Any, ...]:
+    """The values of a setting that has a fixed set of values; none for other settings."""
+    hint = HINTS[name]
+    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
 
 
 # ---- checks ----
 
-# What may be wrong with a number, in the words of the refusal.
-LIMITS = {"at least": operator.lt, "above": operator.le, "below": operator.ge}
+# What is wrong with a number, by the words for its limit.
+IS_WRONG = {"at least": operator.lt, "above": operator.le, "below": operator.ge}
 
 
 def check_each_setting(config: Config) -> None:
@@ -443,7 +408,7 @@ def check_each_setting(config: Config) -> None:
 
     A whole number is stored as the setting's type: 3 for a float as 3.0, 1e3 for an int as 1000.
     """
-    for key, meta in SETTINGS.items():
+    for key, hint in HINTS.items():
         value = getattr(config, key)
         if isinstance(value, int | float) and not abs(value) < 2**63:  # nan, too
             raise UserError(f"{key} = {value} must be a number below 2**63")
@@ -456,12 +421,12 @@ def check_each_setting(config: Config) -> None:
             raise UserError(
                 f"{key} = {value!r} is {type(value).__name__}; it must be {' or '.join(kinds)}"
             )
-        for words, wrong in LIMITS.items():
-            limit = meta[words.replace(" ", "_")]
-            if value is not None and limit is not None and wrong(value, limit):
-                raise UserError(f"{key} = {value} must be {words} {limit}")
-        if meta["choices"]:
-            check_choice(key, value, meta["choices"])
+        for part in (hint, *typing.get_args(hint)):  # of `PositiveInt | None`, both
+            for words, limit in getattr(part, "__metadata__", ()):
+                if value is not None and IS_WRONG[words](value, limit):
+                    raise UserError(f"{key} = {value} must be {words} {limit}")
+        if choices(key):
+            check_choice(key, value, choices(key))
 
 
 def check_effect(config: Config) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -107,7 +107,7 @@ def read_model(name: str, trained_length: int | None) -> ModelConfig:
             f"{name} has no max_position_embeddings: --window N says at how many tokens a long "
             "context begins"
         )
-    positions = "none"
+    positions: Literal["none", "rope", "learned"] = "none"
     if getattr(config, "rope_parameters", None):
         positions = "rope"
     elif longest is not None and has_embedded_positions(source, longest):
