@@ -153,9 +153,7 @@ def learning_rate(step: int, config: Config) -> float:
     if config.schedule == "constant":
         return config.learning_rate
     if config.schedule == "trapezoidal":
-        coeff = 1.0
-        if config.cooldown_iters:
-            coeff = min(1.0, (config.max_iters - step) / config.cooldown_iters)
+        coeff = min(1.0, (config.max_iters - step) / max(1, config.cooldown_iters))
     else:
         progress = (step - config.warmup_iters) / max(1, config.max_iters - config.warmup_iters)
         coeff = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

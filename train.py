@@ -328,10 +328,11 @@ def train_step(
 
 def is_finite_step(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) -> bool:
     """Tell whether loss and gradients are finite, or float16's loss scale can still fall."""
+    if not math.isfinite(loss):
+        return False
     if math.isfinite(grad_norm):  # else get_scale would wait for the device in every step
-        return math.isfinite(loss)
-    scale_can_fall = scaler.is_enabled() and scaler.get_scale() > SMALLEST_SCALE
-    return math.isfinite(loss) and scale_can_fall
+        return True
+    return scaler.is_enabled() and scaler.get_scale() > SMALLEST_SCALE
 
 
 def stop_diverged(

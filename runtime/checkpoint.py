@@ -207,9 +207,8 @@ def write_header(
     """
     copy_tokenizer(config.tokenizer, run)
     settings = config.as_dict()
-    first_settings = read_json(run / "config.json", dict[str, Any]) if config.resume else None
-    if first_settings:  # a resumed run starts from no other weights than its checkpoint's
-        settings["init_from"] = first_settings.get("init_from", "")
+    if config.resume:  # it starts from no other weights than its checkpoint's
+        settings["init_from"] = first_weights(run)
     write_json(run / "config.json", settings)
     with atomic_write(run / DATA_DIR, "w") as file:
         file.write(os.path.abspath(config.data_dir) + "\n")
@@ -248,8 +247,7 @@ class Saver:
 
     def __init__(self, run: Path, config: Config, resumed_at: int | None):
         self.run = run
-        self.keep_last = config.keep_last
-        self.keep_every = config.keep_every
+        self.config = config
         last_intact = resumed_at or 0
         self.intact = [path for path in checkpoints(run) if step_of(path) <= last_intact]
         self.thread = ThreadPoolExecutor(1)
@@ -282,9 +280,9 @@ class Saver:
         if path.name == "best.pt":
             return
         self.intact.insert(0, path)
-        keep = set(self.intact[: self.keep_last])
-        if self.keep_every:
-            keep |= {old for old in self.intact if step_of(old) % self.keep_every == 0}
+        keep = set(self.intact[: self.config.keep_last])
+        if self.config.keep_every:
+            keep |= {old for old in self.intact if step_of(old) % self.config.keep_every == 0}
         for old in checkpoints(self.run):
             if old not in keep:
                 old.unlink()
@@ -322,14 +320,19 @@ def should_resume(run: Path, resume: bool | str) -> bool:
 
 def check_beginning(run: Path, init_from: str) -> None:
     """Raise UserError where a run that is resumed began with other weights than `init_from`."""
-    settings = read_json(run / "config.json", dict[str, Any]) or {}
-    began = settings.get("init_from", "")
+    began = first_weights(run)
     if init_from and Path(init_from).resolve() != Path(began).resolve():
         weights = f"--init_from={began}" if began else "random weights"
         raise UserError(
             f"{run} began with {weights}, not with --init_from={init_from}: leave it out to resume "
             "the run, or give another --out_dir"
         )
+
+
+def first_weights(run: Path) -> str:
+    """The init_from that a run began with."""
+    settings = read_json(run / "config.json", dict[str, Any]) or {}
+    return settings.get("init_from", "")
 
 
 # ---- reading ----

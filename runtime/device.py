@@ -215,16 +215,16 @@ def memory_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
-def usage(device: torch.device, flops_per_s: float) -> dict[str, float | None]:
-    """The share of the device's peak (MFU), None if it is not known, and the peak memory."""
-    mfu = None
+def usage(device: torch.device, flops_per_s: float) -> dict[str, float]:
+    """The share of the device's peak (MFU), if it is known, and the peak memory."""
+    values = {}
     if device.type == "cuda" and flops_per_s:
         gpu = torch.cuda.get_device_name(device)
         for name, peak in PEAK_FLOPS.items():
             if re.search(rf"\b{name}\b", gpu):
-                mfu = flops_per_s / peak
+                values["mfu"] = flops_per_s / peak
                 break
-    return {"mfu": mfu, "memory_mb": memory_mb(device)}
+    return values | {"memory_mb": memory_mb(device)}
 
 
 # ---- what is recorded with every run and result ----

@@ -82,31 +82,31 @@ class Log:
         self.print(f"step {step}/{self.config.max_iters}: validation loss {val_loss:.4f}")
         self.write({"step": step, "val_loss": val_loss})
 
-    def step(self, step: int, **values: float | None) -> None:
-        """Log an update: loss, lr, grad_norm, ms, tokens_per_s, mfu (None: unknown), memory_mb."""
+    def step(self, step: int, **values: float) -> None:
+        """Log an update: loss, lr, grad_norm, ms, tokens_per_s, mfu (if known), memory_mb."""
         self.write({"step": step, **values})
         if step % self.config.log_interval == 0:
-            known = {name: value for name, value in values.items() if value is not None}
             steps_left = self.config.max_iters - step
-            time_left = timedelta(seconds=round(known["ms"] * steps_left / 1000))
-            mfu = f", MFU {100 * known['mfu']:.1f}%" if "mfu" in known else ""
+            time_left = timedelta(seconds=round(values["ms"] * steps_left / 1000))
+            mfu = f", MFU {100 * values['mfu']:.1f}%" if "mfu" in values else ""
             self.print(
-                f"step {step}/{self.config.max_iters}: loss {known['loss']:.4f}, "
-                f"lr {known['lr']:.2e}, grad norm {known['grad_norm']:.2f}, {known['ms']:.0f} ms, "
-                f"{known['tokens_per_s']:,.0f} tokens/s{mfu}, {known['memory_mb']:,.0f} MB, "
+                f"step {step}/{self.config.max_iters}: loss {values['loss']:.4f}, "
+                f"lr {values['lr']:.2e}, grad norm {values['grad_norm']:.2f}, "
+                f"{values['ms']:.0f} ms, {values['tokens_per_s']:,.0f} tokens/s{mfu}, "
+                f"{values['memory_mb']:,.0f} MB, "
                 f"{time_left} left"
             )
 
-    def write(self, values: dict[str, float | None]) -> None:
+    def write(self, values: dict[str, float]) -> None:
         """Write a line to metrics.jsonl, and to wandb. Raises UserError if the disk is full."""
         if self.quiet:
             return
-        # JSON holds neither unknown values nor infinite ones
-        known = {k: v for k, v in values.items() if v is not None and math.isfinite(v)}
+        # JSON holds no infinite values
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
         with writing(self.file.name):
-            self.file.write(json.dumps(known) + "\n")
+            self.file.write(json.dumps(finite) + "\n")
             self.file.flush()
-        self.send(known)
+        self.send(finite)
 
     def send(self, values: dict[str, float]) -> None:
         """Send values to wandb, which joins those of one step, unless it already has the step."""
@@ -217,7 +217,7 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
     saved = read_json(path, dict[str, str]) if resumed else None
     init = partial(
         wandb.init,
-        id=saved.get("id") if saved else None,
+        id=(saved or {}).get("id"),
         config=config.as_dict(),
         settings=settings,
     )
