@@ -471,11 +471,6 @@ def check_model(config: Config) -> None:
         )
     if config.local_window is not None and not (config.nope_share or config.nope_every):
         raise UserError("local_window needs heads without positions: set nope_share or nope_every")
-    check_window_pattern(config)
-
-
-def check_window_pattern(config: Config) -> None:
-    """Raise UserError for a pattern of other letters than S and L, and for one without effect."""
     pattern = config.window_pattern
     if not set(pattern) <= {"S", "L"}:
         raise UserError(f"window_pattern = {pattern!r} must be of S and L alone, such as SSSL")

@@ -179,13 +179,11 @@ def train(
             # validates before it saves, so that a run resumed from here need not validate again
             validates = finished or training.step % config.eval_interval == 0
             if loader is not None and validates and not just_resumed:
-                monitor.read()
-                validate(training, config, loader, log, saver)
+                monitor.validate(loader)
             stopped = all_reduce_max(len(signals)) > 0
             is_last = finished or stopped
             if not just_resumed and (is_last or training.step % config.checkpoint_interval == 0):
-                monitor.read()
-                save(training, config, log, saver)
+                monitor.save()
             if is_last:
                 break
 
@@ -335,45 +333,6 @@ def is_finite_step(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) 
     return scaler.is_enabled() and scaler.get_scale() > SMALLEST_SCALE
 
 
-def stop_diverged(
-    config: Config,
-    saver: checkpoint.Saver,
-    step: int,
-    error: str,
-    updated: bool,
-) -> NoReturn:
-    """End the run without saving, so that the newest checkpoint is a good one.
-
-    `updated` tells whether the step has changed the weights.
-    """
-    saver.wait()  # it may be on its way to the disk
-    if rank() == 0:  # the ranks end alike
-        advice = (
-            "No weight has changed yet, so that a lower rate does not help: the cause is in the "
-            "initial weights or in the formulas of the attention"
-        )
-        if updated or step > 1:
-            advice = how_to_continue(config, step)
-        print(f"error: step {step}: {error}. {advice}", file=sys.stderr)
-    sys.exit(1)
-
-
-def how_to_continue(config: Config, step: int) -> str:
-    """Name the commands that continue a run which has diverged in this step."""
-    saved = run_folder.step(config.out_dir) or 0
-    next_batch = config.first_batch + step - saved
-    rate = f"{config.learning_rate / 2:g}"
-    settings = ["--resume", f"--out_dir={config.out_dir}", f"--learning_rate={rate}"]
-    replaced = tuple(setting.partition("=")[0] for setting in settings)
-    kept = [argument for argument in sys.argv if not argument.startswith(replaced)]
-    launcher = "torchrun ..." if world_size() > 1 else "python"
-    return (
-        f"The checkpoint of step {saved} is good; this continues it at half the rate: {launcher} "
-        f"{shlex.join([*kept, *settings])}; --first_batch={next_batch} skips the batches up to "
-        "this step"
-    )
-
-
 # ---- between steps ----
 
 
@@ -389,11 +348,11 @@ class Update(NamedTuple):
 
 @dataclass
 class Monitor:
-    """Logs every step, and ends the run at a loss or gradient norm that is not finite.
+    """Logs every step, validates, saves, and ends the run where a number is not finite.
 
     On CUDA it reads a step's numbers after the next step has been launched, so that the GPU does
-    not wait for the host. `read` must come before a validation and before a checkpoint, which a
-    diverged run must not have.
+    not wait for the host. A diverged run must have no validation and no checkpoint of its last
+    step: both read it first.
     """
 
     config: Config
@@ -432,7 +391,7 @@ class Monitor:
         loss, grad_norm = loss_and_norm.tolist()
         if not is_finite_step(loss, grad_norm, self.training.scaler):
             error = f"loss = {loss} or gradient norm = {grad_norm} is not finite"
-            stop_diverged(self.config, self.saver, step, error, updated=False)
+            self.stop(step, error, updated=False)
         self.log.step(
             step,
             loss=loss,
@@ -443,47 +402,71 @@ class Monitor:
             **usage(self.training.device, self.flops_per_token * tokens / seconds),
         )
 
+    def validate(self, loader: Loader) -> None:
+        """Log the validation loss, and save the weights if it is the lowest so far."""
+        self.read()
+        config = self.config
+        training = self.training
+        windows = loader.validation_windows(config.val_tokens)
+        batches_of_rank = math.ceil(windows / (world_size() * config.batch_size))
+        batches = self.log.progress(
+            loader.validation_batches(config.val_tokens, config.batch_size),
+            f"validation of step {training.step}",
+            batches_of_rank,
+        )
+        training.model.eval()
+        val_loss = mean_loss(training.model, batches, training.device, training.dtype)
+        training.model.train()
+        self.log.validation(training.step, val_loss)
+        if val_loss < training.best_val_loss:
+            training.best_val_loss = val_loss
+            self.saver.save("best", training.state(config, best=True))
 
-def validate(
-    training: Training,
-    config: Config,
-    loader: Loader,
-    log: Log,
-    saver: checkpoint.Saver,
-) -> None:
-    """Log the validation loss, and save the weights if it is the lowest so far."""
-    windows = loader.validation_windows(config.val_tokens)
-    batches_of_rank = math.ceil(windows / (world_size() * config.batch_size))
-    batches = log.progress(
-        loader.validation_batches(config.val_tokens, config.batch_size),
-        f"validation of step {training.step}",
-        batches_of_rank,
+    def save(self) -> None:
+        """Save a checkpoint. Ends the run if weights are not finite."""
+        self.read()
+        step = self.training.step
+        if not all(p.isfinite().all() for p in self.training.model.parameters()):
+            if step == 0:
+                source = self.config.init_from
+                raise UserError(f"initial weights are not finite: init_from = {source!r}")
+            self.stop(step, "its update left non-finite weights", updated=True)
+        self.log.sync()
+        self.saver.save("step", self.training.state(self.config))
+        if step == 0:
+            self.saver.wait()  # so any run with a step can be resumed; a full disk shows at once
+
+    def stop(self, step: int, error: str, updated: bool) -> NoReturn:
+        """End the run without saving, so that the newest checkpoint is a good one.
+
+        `updated` tells whether the step has changed the weights.
+        """
+        self.saver.wait()  # it may be on its way to the disk
+        if rank() == 0:  # the ranks end alike
+            advice = (
+                "No weight has changed yet, so that a lower rate does not help: the cause is in "
+                "the initial weights or in the formulas of the attention"
+            )
+            if updated or step > 1:
+                advice = how_to_continue(self.config, step)
+            print(f"error: step {step}: {error}. {advice}", file=sys.stderr)
+        sys.exit(1)
+
+
+def how_to_continue(config: Config, step: int) -> str:
+    """Name the commands that continue a run which has diverged in this step."""
+    saved = run_folder.step(config.out_dir) or 0
+    next_batch = config.first_batch + step - saved
+    rate = f"{config.learning_rate / 2:g}"
+    settings = ["--resume", f"--out_dir={config.out_dir}", f"--learning_rate={rate}"]
+    replaced = tuple(setting.partition("=")[0] for setting in settings)
+    kept = [argument for argument in sys.argv if not argument.startswith(replaced)]
+    launcher = "torchrun ..." if world_size() > 1 else "python"
+    return (
+        f"The checkpoint of step {saved} is good; this continues it at half the rate: {launcher} "
+        f"{shlex.join([*kept, *settings])}; --first_batch={next_batch} skips the batches up to "
+        "this step"
     )
-    training.model.eval()
-    val_loss = mean_loss(training.model, batches, training.device, training.dtype)
-    training.model.train()
-    log.validation(training.step, val_loss)
-    if val_loss < training.best_val_loss:
-        training.best_val_loss = val_loss
-        saver.save("best", training.state(config, best=True))
-
-
-def save(
-    training: Training,
-    config: Config,
-    log: Log,
-    saver: checkpoint.Saver,
-) -> None:
-    """Save a checkpoint. Ends the run if weights are not finite."""
-    if not all(p.isfinite().all() for p in training.model.parameters()):
-        if training.step == 0:
-            raise UserError(f"initial weights are not finite: init_from = {config.init_from!r}")
-        error = "its update left non-finite weights"
-        stop_diverged(config, saver, training.step, error, updated=True)
-    log.sync()
-    saver.save("step", training.state(config))
-    if training.step == 0:
-        saver.wait()  # so any run with a step can be resumed; a full disk shows at once
 
 
 if __name__ == "__main__":
