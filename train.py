@@ -107,8 +107,10 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
 
     # ---- data ----
     loader = on_every_rank(partial(open_data, config, device))
+    # there are none in a dry run without data
+    tokens = loader.tokens if loader else 0
     identity = loader.identity() if loader else {}
-    check_ranks(config, loader, identity)
+    check_ranks(config, tokens, identity)
     state = None
     if config.resume:
         state = checkpoint.load_to_resume(run, config)
@@ -130,12 +132,10 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
 
     # ---- optimizers ----
     optimizers = build_optimizers(model, config)
-    training = Training(model, dtype, optimizers, build_scaler(device, dtype))
+    scaler = build_scaler(device, dtype)
+    training = Training(model, dtype, optimizers, scaler, tokens=tokens, data=identity)
     if state is not None:
         training.restore(state, config)
-    if loader is not None:
-        training.tokens = loader.tokens
-        training.data = identity
     newest_step = all_reduce_max(training.step)
     if newest_step > training.step:  # DDP would copy rank 0's weights over the difference
         raise UserError(f"{run}: rank {rank()} sees an older checkpoint than another rank does")
@@ -216,9 +216,8 @@ def open_data(config: Config, device: torch.device) -> Loader | None:
     return open_loader(config, rank(), world_size(), device)
 
 
-def check_ranks(config: Config, loader: Loader | None, identity: Identity) -> None:
+def check_ranks(config: Config, tokens: int, identity: Identity) -> None:
     """Raise the same UserError on every rank where ranks read different data."""
-    tokens = loader.tokens if loader else 0  # there is none in a dry run without data
     (first_tokens, first), *others = all_gather((tokens, identity))
     for number, (other_tokens, other) in enumerate(others, start=1):
         differing = data_difference(first, other)

@@ -137,7 +137,6 @@ class Training:
         self.step = state.step
         self.resumed_at = state.step
         self.best_val_loss = state.best_val_loss
-        self.tokens = state.tokens
         self.changes = changes_since(state, config)
 
 
@@ -467,11 +466,13 @@ def copy_weights(model: GPT, state: State, source: str | Path) -> None:
     saved_shapes = {name: tuple(x.shape) for name, x in state.model.items()}
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     for name in sorted(saved_shapes.keys() | shapes.keys()):
+        saved_shape = saved_shapes.get(name)
+        shape = shapes.get(name)
         is_optional = name.rpartition(".")[2] in SCALARS
-        if is_optional and not (name in saved_shapes and name in shapes):
+        if is_optional and None in (saved_shape, shape):
             continue
-        if saved_shapes.get(name) != shapes.get(name):
-            different.append(f"{name} {saved_shapes.get(name)} for {shapes.get(name)}")
+        if saved_shape != shape:
+            different.append(f"{name} {saved_shape} for {shape}")
     if different:
         raise UserError(
             f"{source}: its model differs: {', '.join(different[:3])} do not fit; only the "

@@ -426,11 +426,10 @@ def print_figures(figures: dict[str, dict], models: dict[str, Config]) -> None:
         for name, config in models.items():
             if config.projections == "linear":
                 paper_rows[name] = PAPER["rows"].get(config.variant_name)
+    rows = {name: [figures[name][column] for column in columns] for name in models}
     lines = [["", *columns]]
     for name in models:
-        values = [figures[name][column] for column in columns]
-        baseline_values = [figures[baseline][column] for column in columns]
-        lines.append([name, *with_ratios(values, baseline_values)])
+        lines.append([name, *with_ratios(rows[name], rows[baseline])])
         if paper_rows.get(name) and paper_rows.get(baseline):
             ratios = with_ratios(paper_rows[name], paper_rows[baseline])
             lines.append(["  paper, A100", *ratios])
