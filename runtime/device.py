@@ -217,14 +217,14 @@ def memory_mb(device: torch.device) -> float:
 
 def usage(device: torch.device, flops_per_s: float) -> dict[str, float]:
     """The share of the device's peak (MFU), if it is known, and the peak memory."""
-    values = {}
+    measured = {}
     if device.type == "cuda" and flops_per_s:
         gpu = torch.cuda.get_device_name(device)
         for name, peak in PEAK_FLOPS.items():
             if re.search(rf"\b{name}\b", gpu):
-                values["mfu"] = flops_per_s / peak
+                measured["mfu"] = flops_per_s / peak
                 break
-    return values | {"memory_mb": memory_mb(device)}
+    return measured | {"memory_mb": memory_mb(device)}
 
 
 # ---- what is recorded with every run and result ----

@@ -75,7 +75,7 @@ class Log:
 
     def progress(self, items: Iterable, name: str, count: int | None = None) -> Any:
         """The items; on a terminal, with a progress bar if they take more than two seconds."""
-        hidden = True if self.quiet else None  # None: hidden if there is no terminal
+        hidden = self.quiet or None  # None: hidden if there is no terminal
         return tqdm(items, name, count, leave=False, delay=2, disable=hidden)
 
     def validation(self, step: int, val_loss: float) -> None:
