@@ -71,16 +71,16 @@ def main(config: Config | None = None) -> None:
     if config is None:
         config = command_line()
     check_attention(config)
-    if os.environ.get("RANK", "0") == "0":
+    if rank() == 0:
         wandb_settings(config)  # raises before there is a folder
     run = Path(config.out_dir)
     device = open_device(config.device)
+    fitting = fitting_batch_size(config, world_size(), device)
     with (
         process_group(device, config.timeout),
         lock_folder(run, "training this run") if rank() == 0 else nullcontext(),
     ):
-        # the smallest that fits: the ranks' GPUs may differ in memory
-        fitting = -all_reduce_max(-fitting_batch_size(config, world_size(), device))
+        fitting = -all_reduce_max(-fitting)  # the smallest: the ranks' GPUs may differ in memory
         if fitting != config.batch_size and rank() == 0:
             sequences = config.total_batch_size // (world_size() * config.block_size)
             say(f"batch_size = {fitting}: the largest that fits and divides {sequences} sequences")
@@ -261,7 +261,7 @@ def compile_and_distribute(model: GPT, config: Config, attention_path: str) -> L
     many_graphs = varied_lengths and "blocked" in attention_path
     if pick_compile(config.compile, next(model.parameters()).device, many_graphs):
         compile_model(model, varied_lengths)
-    if world_size() == 1:
+    if not dist.is_initialized():
         return model
     ddp = DDP(model, gradient_as_bucket_view=True)
     ddp.broadcast_buffers = False  # RoPE's tables only; DDP's argument is deprecated

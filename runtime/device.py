@@ -118,7 +118,7 @@ def open_device(name: str) -> torch.device:
         raise UserError(f"device = 'mps' takes one process, not {ranks}: leave out torchrun")
     if device.type == "cuda":
         if ranks > 1:
-            device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
+            device = pick_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     return device

@@ -20,13 +20,15 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def rank() -> int:
-    """The number of this process in its group, 0 without a group: it prints, and writes files."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    """The number of this process in its run. Rank 0 prints and writes files."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    """The number of processes in the group, 1 without a group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    """The number of processes of the run; in a dry run, of the run that is planned."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 @contextmanager
@@ -36,7 +38,8 @@ def process_group(device: torch.device, timeout: float) -> Iterator[None]:
     If a rank dies, or keeps the others waiting for `timeout` seconds, their next collective raises
     RuntimeError (on a GPU, NCCL ends the process).
     """
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    # a dry run may have a WORLD_SIZE without the address that torchrun gives to its processes
+    if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         yield
         return
     use_nccl = device.type == "cuda"

@@ -11,7 +11,7 @@ if [ "$GPUS" = 0 ]; then
     exit 2
 fi
 # a mistake is said once, not by every process
-checks=$(python train.py --resume=auto "$@" --dry_run)
+checks=$(WORLD_SIZE=$GPUS python train.py --resume=auto "$@" --dry_run)
 if missing=$(grep "not there yet" <<<"$checks"); then
     echo "error: $missing" >&2
     exit 2

@@ -21,7 +21,8 @@ cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the repository}"
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0    # where the network is wrong: `ip address`
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
 # a mistake is said once, not by every process
-checks=$(python train.py --resume=auto "$@" --dry_run)
+processes=$((SLURM_JOB_NUM_NODES * ${SLURM_GPUS_ON_NODE:-8}))
+checks=$(WORLD_SIZE=$processes python train.py --resume=auto "$@" --dry_run)
 if missing=$(grep "not there yet" <<<"$checks"); then
     echo "error: $missing" >&2
     exit 2

@@ -161,6 +161,7 @@ def test_an_error_under_nccl_leaves_the_group_open(monkeypatch):
         monkeypatch.setattr(dist, name, lambda *args, **kwargs: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: closed.append(True))
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with process_group(torch.device("cuda"), timeout=1):
         pass
     with pytest.raises(UserError), process_group(torch.device("cuda"), timeout=1):
@@ -213,6 +214,7 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
     [
         ("--task=orbits", "error: task = 'orbits' cannot tie"),
         ("--data_dir=nowhere", "error: nowhere: not there yet; data.fineweb or data.text makes"),
+        ("--total_batch_size=3072", "error: 2 processes cannot share the 3 sequences of a step"),
     ],
 )
 def test_a_mistake_is_said_once_before_torchrun_starts(tmp_path, argument, says):
@@ -243,7 +245,7 @@ def test_the_slurm_job_is_queued_again_after_its_signal(tmp_path, signalled):
     job = "sleep 30 & wait" if signalled else "exit 3"
     trap = f'trap "echo signalled >>{notes}; exit 1" USR1'
     write_command(bin / "srun", f'echo "srun $SRUN_CPUS_PER_TASK $*" >>{notes}; {trap}\n{job}')
-    write_command(bin / "python", f'echo "python $*" >>{notes}')
+    write_command(bin / "python", f'echo "$WORLD_SIZE python $*" >>{notes}')
     environment = os.environ | {
         "SLURM_CPUS_ON_NODE": "96",
         "PATH": f"{bin}:{os.environ['PATH']}",
@@ -260,7 +262,7 @@ def test_the_slurm_job_is_queued_again_after_its_signal(tmp_path, signalled):
         process.send_signal(signal.SIGUSR1)
     assert process.wait(20) == (1 if signalled else 3)
     text = notes.read_text()
-    assert text.startswith("python train.py --resume=auto configs/softmax.py --dry_run\n")
+    assert text.startswith("16 python train.py --resume=auto configs/softmax.py --dry_run\n")
     assert "srun 96 torchrun" in text
     assert "--nnodes=2" in text
     assert "train.py --resume=auto configs/softmax.py" in text
