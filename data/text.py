@@ -24,6 +24,7 @@ import re
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ import pyarrow
 import pyarrow.parquet
 from tqdm import tqdm
 
-from data.build import BATCH, COLUMN, Read, build, parse_options
-from data.documents import Document, Rules
+from data.build import BATCH, COLUMN, build, parse_options, tokenise
+from data.documents import Document, Rules, reading
 from data.ids import are_ids, copy_ids
 from data.tokenizer import get_tokenizer, split_text
 from errors import UserError, command
@@ -88,9 +89,13 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
     names: dict[Path, str] = {}
     for path in map(Path, paths):
         if path.is_dir():
-            for file in walk(path, without):
-                if file.name.endswith(SUFFIXES) and file.is_file():
-                    names[file.resolve()] = file.relative_to(path).as_posix()
+            for parent, folders, files in os.walk(path):
+                # os.walk enters the folders that stay in its list
+                folders[:] = [name for name in folders if name[0] != "." and name not in without]
+                for name in files:
+                    file = Path(parent, name)
+                    if name[0] != "." and name.endswith(SUFFIXES) and file.is_file():
+                        names[file.resolve()] = file.relative_to(path).as_posix()
         elif not path.is_file():
             raise UserError(f"{path}: no such file or folder")
         elif not path.name.endswith(SUFFIXES):
@@ -98,16 +103,6 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
         else:
             names[path.resolve()] = path.name
     return sorted((name, path) for path, name in names.items())
-
-
-def walk(folder: Path, without: Collection[str]) -> Iterator[Path]:
-    """Yield the files below a folder, except hidden ones and folders named in `without`."""
-    for parent, folders, files in os.walk(folder):
-        # os.walk enters the folders that stay in its list
-        folders[:] = [name for name in folders if name[0] != "." and name not in without]
-        for name in files:
-            if name[0] != ".":
-                yield Path(parent, name)
 
 
 def list_stdlib() -> Files:
@@ -121,17 +116,13 @@ def read_file(path: Path, rules: Rules) -> Iterator[Document]:
 
     Raises UserError if the file cannot be read or parsed.
     """
-    try:
+    with reading(path):
         if path.name.endswith(PLAIN):
             yield from rules.cut(read_plain(path))
         elif path.suffix == ".parquet":
             yield from rules.documents(read_parquet(path, rules.column))
         else:
             yield from rules.documents(read_json_lines(path, rules.column))
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:  # pyarrow's and Unicode's are among them
-        raise UserError(f"{path}: cannot be read: {error}") from error
 
 
 def read_plain(path: Path) -> Iterator[str]:
@@ -267,18 +258,10 @@ def split(sources: list[Source], val: list[Source] | None) -> tuple[list[Source]
     return [source for source in sources if source.path not in paths], val
 
 
-def reader(sources: list[Source]) -> Read:
-    """Return a Read of these sources; a state is (index of a source, index of its document)."""
-
-    def read(state: Any) -> Iterator[tuple[Any, list[Document]]]:
-        first_source, first_document = state or (0, 0)
-        for index in range(first_source, len(sources)):
-            documents = sources[index].read(first_document)
-            for number, document in enumerate(documents, first_document):
-                yield (index, number), [document]
-            first_document = 0
-
-    return read
+def numbered(source: Source, first: int) -> Iterator[tuple[int, list[Document]]]:
+    """Yield the documents of a source from index `first` on, each with its index."""
+    for index, document in enumerate(source.read(first), first):
+        yield index, [document]
 
 
 @command
@@ -326,13 +309,14 @@ def main(argv: list[str] | None = None) -> None:
         if repeats:
             folder += "_repeat"
         args.out_dir = Path("data", folder)
-    streams = [reader(val), reader(train)]
-    documents = [args.field, [checksums(val), checksums(train)]]
+    streams = []
+    checksums = []
+    for sources, repeat in ((val, 0), (train, args.repeat)):
+        of_split = [partial(numbered, source) for source in sources]
+        streams.append(partial(tokenise, of_split, args, repeat))
+        checksums.append([(source.name, source.sha256) for source in sources])
+    documents = [args.field, checksums]
     build(args.out_dir, "text", streams, args, source, documents)
-
-
-def checksums(sources: list[Source]) -> list[tuple[str, str]]:
-    return [(source.name, source.sha256) for source in sources]
 
 
 def print_names(split: str, sources: list[Source]) -> None:
