@@ -184,8 +184,6 @@ def tokenise(systems: Sequence[Elements], bins: int, entries: int) -> Tokens:
 class OrbitLoader(SimulatedLoader):
     """Batches of simulated systems, x, y being [b, block_size, 2]; an epoch sees each one once."""
 
-    unit = "system"
-
     def __init__(self, systems: int, planets: int, bins: int, batching: Batching) -> None:
         self.planets = planets
         self.bins = bins
