@@ -16,7 +16,7 @@ nothing is stored: OrbitLoader makes the systems of a batch while the previous o
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,7 @@ TOGETHER = 16
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Elements:
+class Elements(NamedTuple):
     """What determines a system of k planets; angles are in radians."""
 
     masses: Floats  # [k + 1], the star's last
@@ -81,14 +80,10 @@ def kepler(mean: Floats, eccentricity: Floats | float) -> Floats:
 
 def positions(systems: Sequence[Elements], points: int) -> Floats:
     """Positions [systems, points, bodies, 2] of systems with the same number of planets."""
-    masses = _stack(systems, "masses")  # [systems, bodies]
+    # masses are [systems, bodies], a to phase [systems, planets], time_step [systems]
+    masses, a, e, tilt, phase, centre, time_step = map(np.stack, zip(*systems, strict=True))
     planets = masses[:, :-1]
     star = masses[:, -1:]
-    a = _stack(systems, "axes")  # [systems, planets]
-    e = _stack(systems, "eccentricities")
-    tilt = _stack(systems, "tilts")
-    phase = _stack(systems, "phases")
-    time_step = _stack(systems, "time_step")  # [systems]
 
     times = time_step[:, None, None] * np.arange(points)[:, None]  # [systems, points, 1]
     motion = np.sqrt(G * (planets + star) / a**3)  # radians a year, by Kepler's third law
@@ -107,13 +102,9 @@ def positions(systems: Sequence[Elements], points: int) -> Floats:
     # orbit with the first one begins
     first = vectors[:, :, 0] if planets.shape[1] == 1 else vectors[:, :1, 0]
     lever = (planets / (planets + star))[:, :1, None]
-    out[:, :, -1] = _stack(systems, "centre")[:, None] - lever * first
+    out[:, :, -1] = centre[:, None] - lever * first
     vectors += out[:, :, -1:]
     return out
-
-
-def _stack(systems: Sequence[Elements], element: str) -> Floats:
-    return np.stack([getattr(system, element) for system in systems])
 
 
 # ---- systems ----

@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import re
+import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -66,17 +67,14 @@ class Source:
     rules: Rules
     documents: range  # their indices in the file
     length: int  # in characters, of the whole file
-    characters: tuple[int, int] | None = None  # of the only document; None: all
+    characters: tuple[int, int] = (0, sys.maxsize)  # of the only document
     part: str = ""  # such as "the last 4 documents of ", for messages
 
     def read(self, first: int = 0) -> Iterator[Document]:
         """Yield the documents from index `first` of this source on."""
         wanted = self.documents[first:]
         for document in islice(read_file(self.path, self.rules), wanted.start, wanted.stop):
-            if self.characters is None:
-                yield document
-            else:
-                yield slice_text(document, *self.characters)
+            yield slice_text(document, *self.characters)
 
 
 def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Files:
