@@ -40,16 +40,9 @@ class KVCache:
             self.layers[attention] = [
                 x.new_zeros(*x.shape[:2], room, *x.shape[3:]) for x in new if x is not None
             ]
+        store = self._append if window is None else self._shift
         stored = iter(self.layers[attention])
-        visible: list[Tensor | None] = []
-        for x in new:
-            if x is None:
-                visible.append(None)
-            elif window is None:
-                visible.append(self._append(next(stored), x))
-            else:
-                visible.append(self._shift(next(stored), x))
-        return visible
+        return [x if x is None else store(next(stored), x) for x in new]
 
     def _append(self, stored: Tensor, x: Tensor) -> Tensor:
         end = self.length + x.shape[2]

@@ -99,14 +99,13 @@ def check(
     by_varlen: bool,
 ) -> tuple[float, str]:
     """The largest error of a layer's kernels, in the dtype of q, and the problem, "" if none."""
-    groups = layer.n_head if config.kv_heads == config.n_head else 1
     window = layer.window
     try:
-        errors = relative_errors(layer, groups, config, q, within_documents)
+        errors = relative_errors(layer, config, q, within_documents)
         if by_varlen and window is not None and window > EVEN // 2:
             # varlen_attn needs as many queries as keys: a smaller window hides some of EVEN keys
             layer.window = EVEN // 2
-            errors |= relative_errors(layer, groups, config, q, within_documents)
+            errors |= relative_errors(layer, config, q, within_documents)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # another path would take more memory; a CUDA error leaves no usable context
     except Exception as raised:  # whatever Triton raises
@@ -121,7 +120,6 @@ def check(
 
 def relative_errors(
     layer: Attention,
-    groups: int,
     config: Config,
     q: Tensor,
     within_documents: bool,
@@ -134,6 +132,7 @@ def relative_errors(
     errors = {}
     impl = layer.impl
     heads = layer.n_head
+    groups = heads if config.kv_heads == config.n_head else 1
     g = torch.Generator().manual_seed(0)
     for queries, keys in sorted({(EVEN, EVEN), (ODD, ODD), (ODD, ODD + (layer.window or 0))}):
         shapes = [(heads, queries), (groups, keys), (groups, keys), (heads, queries)]
