@@ -72,7 +72,9 @@ def open_dataset(
         """Yield batches of a file's documents from a row on, each with its first row."""
         with reading(paths[index]):
             for batch in dataset.shard(dataset.num_shards, index).skip(row).iter(BATCH):
-                rows = [(f"{paths[index]}, row {k}", x) for k, x in enumerate(batch[column], row)]
+                rows = []
+                for number, text in enumerate(batch[column], row):
+                    rows.append((f"{paths[index]}, row {number}", text))
                 yield row, list(rules.documents(rows))
                 row += len(rows)
 

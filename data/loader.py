@@ -185,13 +185,16 @@ class TokenLoader(Loader):
 
         Raises UserError where no document begins in any training shard.
         """
-        paths = [list_shards(self.data_dir, split) for split in ("train", "val")]
-        without = [[p for p in split if not has_token(p, end_of_text)] for split in paths]
-        if without[0] == paths[0]:
-            raise UserError(
-                f"document_mask = True, but no training shard of {self.data_dir} has an "
-                f"end-of-text token (id {end_of_text}), with which documents begin"
-            )
+        without = []
+        for split in ("train", "val"):
+            paths = list_shards(self.data_dir, split)
+            missing = [path.name for path in paths if not has_token(path, end_of_text)]
+            if split == "train" and len(missing) == len(paths):
+                raise UserError(
+                    f"document_mask = True, but no training shard of {self.data_dir} has an "
+                    f"end-of-text token (id {end_of_text}), with which documents begin"
+                )
+            without += missing
         count = min(self.n_windows, SAMPLED_WINDOWS)
         sample = np.linspace(0, self.n_windows - 1, count, dtype=np.int64)
         T = self.batching.block_size
@@ -201,8 +204,7 @@ class TokenLoader(Loader):
         token = np.arange(T)
         n = token - np.maximum.accumulate(np.where(is_start, token, 0), axis=1) + 1
         quartiles = np.quantile(n, (0.25, 0.5, 0.75)).round().astype(int).tolist()
-        names = [path.name for split in without for path in split]
-        return Documents(is_start.sum() / count, quartiles, names)
+        return Documents(is_start.sum() / count, quartiles, without)
 
     def _count_windows(self, shards: list[Shard], batching: Batching) -> list[int]:
         """How many windows each shard has."""

@@ -164,7 +164,8 @@ class RecallLoader(SimulatedLoader):
         rng = np.random.default_rng([self.batching.seed, step])
         if rng.random() >= 0.5:
             length = int(rng.integers(length // 4, length + 1))
-        return self._simulate(TRAINING, self._windows(step), length)
+        indices = self._windows(step)
+        return self._simulate(TRAINING, indices, length)
 
     def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
         sequences = [draw(self.task, split, int(index), length) for index in indices]

@@ -143,23 +143,23 @@ def read_spans(files: Sequence[FileIO], spans: NDArray[np.int64], vocab_size: in
     Only these bytes are read; a page fault of a memory map would read megabytes ahead. Raises
     UserError if a file ends before its span does, or a token is not below `vocab_size`.
     """
-    tokens = np.empty(spans[:, 2].sum(), dtype=TOKEN)
     if hasattr(os, "posix_fadvise"):  # not on macOS
         # a disk that knows all spans reads many at the same time
         for index, start, length in spans.tolist():
             descriptor = files[index].fileno()
             size = length * TOKEN.itemsize
             os.posix_fadvise(descriptor, byte_offset(start), size, os.POSIX_FADV_WILLNEED)
-    end = 0
+    chunks = []
     for index, start, length in spans.tolist():
         file = files[index]
-        span = tokens[end : end + length]
-        end += length
-        bytes_read = os.preadv(file.fileno(), [span.data], byte_offset(start))
-        if bytes_read < span.nbytes:
+        size = length * TOKEN.itemsize
+        content = os.pread(file.fileno(), size, byte_offset(start))
+        if len(content) < size:
             raise UserError(f"{file.name} has shrunk: it ends before token {start + length}")
-        check_ids(file.name, span, vocab_size, start)
-    return tokens
+        tokens = np.frombuffer(content, TOKEN)
+        check_ids(file.name, tokens, vocab_size, start)
+        chunks.append(tokens)
+    return np.concatenate(chunks)
 
 
 def is_whole(folder: Path, shard: Entry) -> bool:
@@ -180,14 +180,15 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
             f"{data_dir}: unfinished; repeat the command that was making it, which goes on or says "
             "why it cannot"
         )
-    paths = sorted(Path(data_dir).glob(f"*_{split}_*.bin"))
-    for shard in meta["shards"] if meta else []:
+    listed = meta["shards"] if meta else []
+    for shard in listed:
         name = shard["name"]
         if f"_{split}_" in name and not Path(data_dir, name).exists():
             raise UserError(
                 f"{data_dir}: {name} is missing, which meta.json lists: copy it there, or repeat "
                 "the command that made the folder"
             )
+    paths = sorted(Path(data_dir).glob(f"*_{split}_*.bin"))
     if not paths:
         missing = f"has no *_{split}_*.bin" if Path(data_dir).exists() else "does not exist"
         raise UserError(

@@ -28,11 +28,13 @@ class SimulatedLoader(Loader):
     val_tokens = sys.maxsize  # made as they are needed
 
     def _open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
-        return lambda index: self._simulate(VALIDATION, index, self.batching.block_size)
+        T = self.batching.block_size
+        return lambda index: self._simulate(VALIDATION, index, T)
 
     @abstractmethod
     def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
         """x and y of these sequences of a split in host memory, pinned if they go to a GPU."""
 
     def _read(self, step: int) -> Batch:
-        return self._simulate(TRAINING, self._windows(step), self.batching.block_size)
+        indices = self._windows(step)
+        return self._simulate(TRAINING, indices, self.batching.block_size)

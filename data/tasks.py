@@ -82,7 +82,9 @@ def open_recall(config: Config, batching: Batching) -> RecallLoader:
 
 
 def open_text_and_recall(config: Config, batching: Batching) -> "AlternatingLoader":
-    return AlternatingLoader(open_text(config, batching), open_recall(config, batching))
+    text = open_text(config, batching)
+    recall = open_recall(config, batching)
+    return AlternatingLoader(text, recall)
 
 
 class AlternatingLoader(Loader):

@@ -67,14 +67,14 @@ class Source:
     rules: Rules
     documents: range  # their indices in the file
     length: int  # in characters, of the whole file
-    characters: tuple[int, int] = (0, sys.maxsize)  # of the only document
+    characters: range = range(sys.maxsize)  # of the only document
     part: str = ""  # such as "the last 4 documents of ", for messages
 
     def read(self, first: int = 0) -> Iterator[Document]:
         """Yield the documents from index `first` of this source on."""
         wanted = self.documents[first:]
         for document in islice(read_file(self.path, self.rules), wanted.start, wanted.stop):
-            yield slice_text(document, *self.characters)
+            yield slice_text(document, self.characters)
 
 
 def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Files:
@@ -166,11 +166,13 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, Any]]:
                 yield name, row[field]
 
 
-def slice_text(document: Document, start: int, end: int) -> Iterator[str]:
-    """Yield the characters `start` to `end` of a document, in chunks."""
+def slice_text(document: Document, characters: range) -> Iterator[str]:
+    """Yield some of the characters of a document, in chunks."""
     position = 0
     for chunk in document:
-        yield chunk[max(start - position, 0) : max(end - position, 0)]
+        start = max(characters.start - position, 0)
+        end = max(characters.stop - position, 0)
+        yield chunk[start:end]
         position += len(chunk)
 
 
@@ -200,23 +202,26 @@ def divide(source: Source) -> tuple[list[Source], list[Source]]:
     """
     if len(source.documents) == 1:
         unit = "characters"
-        total = source.length
+        whole = range(source.length)
         cut = find_cut(source)
-        train = replace(source, characters=(0, cut))
-        val = replace(source, characters=(cut, total))
     else:
         unit = "documents"
-        total = len(source.documents)
+        whole = source.documents
         lengths = (sum(map(len, document)) for document in source.read())
         starts = accumulate(lengths, initial=0)
         tenth = source.length * 9 / 10
         cut = next(index for index, start in enumerate(starts) if start >= tenth)
-        cut = min(cut, total - 1)
-        train = replace(source, documents=source.documents[:cut])
-        val = replace(source, documents=source.documents[cut:])
-    train = replace(train, part=f"the first {cut:,} of {total:,} {unit} of ")
-    val = replace(val, part=f"the last {total - cut:,} {unit} of ")
-    return [train], [val]
+        cut = min(cut, len(whole) - 1)
+    total = len(whole)
+    train: dict[str, Any] = {
+        unit: whole[:cut],
+        "part": f"the first {cut:,} of {total:,} {unit} of ",
+    }
+    val: dict[str, Any] = {
+        unit: whole[cut:],
+        "part": f"the last {total - cut:,} {unit} of ",
+    }
+    return [replace(source, **train)], [replace(source, **val)]
 
 
 def find_cut(source: Source) -> int:
@@ -226,7 +231,7 @@ def find_cut(source: Source) -> int:
     """
     tenth = source.length * 9 // 10
     start = max(tenth - 1, 1)
-    end_part = replace(source, characters=(start, source.length))
+    end_part = replace(source, characters=range(start, source.length))
     for pattern in ENDS:
         text = ""
         (document,) = end_part.read()
@@ -250,8 +255,8 @@ def split(sources: list[Source], val: list[Source] | None) -> tuple[list[Source]
         return divide(sources[0])
     if val is None:
         ranked = sorted(sources, key=lambda s: hashlib.sha256(os.fsencode(s.name)).digest())
-        chosen = set(ranked[: max(1, len(sources) // 10)])
-        val = [source for source in sources if source in chosen]
+        chosen = ranked[: max(1, len(sources) // 10)]
+        val = sorted(chosen, key=lambda source: source.name)
     paths = {source.path for source in val}
     return [source for source in sources if source.path not in paths], val
 

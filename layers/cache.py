@@ -37,12 +37,19 @@ class KVCache:
         window = attention.window
         if attention not in self.layers:
             room = self.size if window is None else min(self.size, window)
-            self.layers[attention] = [
-                x.new_zeros(*x.shape[:2], room, *x.shape[3:]) for x in new if x is not None
-            ]
+            self.layers[attention] = []
+            for x in new:
+                if x is not None:
+                    B, H, _, *rest = x.shape
+                    self.layers[attention].append(x.new_zeros(B, H, room, *rest))
         store = self._append if window is None else self._shift
         stored = iter(self.layers[attention])
-        return [x if x is None else store(next(stored), x) for x in new]
+        visible = []
+        for x in new:
+            if x is not None:
+                x = store(next(stored), x)
+            visible.append(x)
+        return visible
 
     def _append(self, stored: Tensor, x: Tensor) -> Tensor:
         end = self.length + x.shape[2]

@@ -166,7 +166,8 @@ class RopeTable(nn.Module):
         distinct, index = lengths.clamp_min(self.rope.trained_length).unique(return_inverse=True)
         scaled = [self.rope.frequencies(length) for length in distinct.tolist()]
         frequencies, score_scales = zip(*scaled, strict=True)
-        angles = positions[..., None] * torch.stack(frequencies)[index]  # [B, L, d/2]
+        by_length = torch.stack(frequencies)  # [lengths, d/2]
+        angles = positions[..., None] * by_length[index]  # [B, L, d/2]
         score_scale = torch.tensor(score_scales, dtype=torch.float64)[index]  # [B, L]
         return Rotation(
             angles.cos().to(self.cos),
