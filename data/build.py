@@ -24,6 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data import shards
+from data.documents import Rules
 from data.tokenizer import copy_tokenizer, get_tokenizer, split_text
 from data.vocabulary import BUILT_IN, identify
 from errors import UserError
@@ -52,17 +53,18 @@ def parse_options(
 ) -> argparse.Namespace:
     """Parse the command line, with the options that data.text and data.fineweb share.
 
-    `tokenizer` is the default one. Raises UserError, before any file is read, if a shared option is
-    out of range.
+    `tokenizer` is the default one. The result has `rules`, which rows of the `column` are
+    documents. Raises UserError, before any file is read, if a shared option is out of range.
     """
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = f"{', '.join(BUILT_IN)} or a tokenizer.json; default: {tokenizer}"
     parser.add_argument("--tokenizer", default=tokenizer, help=names)
     parser.add_argument("--out_dir", type=Path, help="the folder to make; default: in data/")
     parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens per shard")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="threads")
     parser.add_argument("--skip_nulls", action="store_true", help="leave out rows without a text")
-    mark = "begin a document after each MARK, such as '<|endoftext|>'"
-    parser.add_argument("--split_at", metavar="MARK", help=mark)
+    split_at = "begin a document after each MARK, such as '<|endoftext|>'"
+    parser.add_argument("--split_at", metavar="MARK", help=split_at)
     options = parser.parse_args(argv)
     if not 0 < options.shard_size < 2**31:
         raise UserError(f"--shard_size {options.shard_size} must be 1 to 2**31 - 1")
@@ -70,7 +72,8 @@ def parse_options(
         raise UserError(f"--workers {options.workers} must be at least 1")
     if options.out_dir is not None:
         check_writable(options.out_dir)
-    get_tokenizer(options.tokenizer)
+    mark = get_tokenizer(options.tokenizer).mark
+    options.rules = Rules(options.column, mark, options.skip_nulls, options.split_at)
     return options
 
 
@@ -86,7 +89,7 @@ def in_turn(files: Sequence[Read], state: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def build(
-    out_dir: Path,
+    folder: str,
     prefix: str,
     streams: Sequence[Stream],
     options: argparse.Namespace,
@@ -94,19 +97,21 @@ def build(
     documents: list,
     content: list | None = None,
 ) -> None:
-    """Make the folder `out_dir` of shards `<prefix>_<split>_<number>.bin` and its meta.json.
+    """Make a folder of shards `<prefix>_<split>_<number>.bin` and its meta.json.
 
     The streams are written in order, and no shard mixes two streams. Validation gets the first of
     two streams, or the first shard of a single stream. `options` has the options of
-    `parse_options`, and `repeat` and `within`, the share and length of `with_repeats`. Called
-    again, it resumes after the last whole shard, or says that all is done. In meta.json `source`
-    says where the documents come from; `documents` is JSON that changes when the documents do.
-    `content`, if given, does too, and is compared only if the folder records it.
+    `parse_options`, of which `out_dir` is data/`folder` by default, and `repeat` and `within`, the
+    share and length of `with_repeats`. Called again, it resumes after the last whole shard, or says
+    that all is done. In meta.json `source` says where the documents come from; `documents` is JSON
+    that changes when the documents do. `content`, if given, does too, and is compared only if the
+    folder records it.
 
     Raises UserError if the folder holds shards of other documents or settings, or of unknown
     origin; if another process is making them; or if the documents have too few tokens for both
     splits.
     """
+    out_dir = options.out_dir or Path("data", folder)
     wanted: shards.Meta = {
         "tokenizer": identify(options.tokenizer),
         "shard_size": options.shard_size,

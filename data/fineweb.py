@@ -19,8 +19,7 @@ import pyarrow.parquet
 from tqdm import tqdm
 
 from data.build import BATCH, COLUMN, Read, build, parse_options, tokenise
-from data.documents import Document, Rules, reading
-from data.tokenizer import get_tokenizer
+from data.documents import Document, reading
 from errors import UserError, command
 
 # Datasets with a short name, and their configuration without --name.
@@ -29,7 +28,7 @@ SAMPLE = "sample-10BT"
 
 
 def open_dataset(
-    args: argparse.Namespace, repo: str, rules: Rules
+    args: argparse.Namespace, repo: str
 ) -> tuple[Sequence[Read], list[tuple[str, int]], list[str]]:
     """Open the dataset that these options name; files on disk are read once for their checksums.
 
@@ -48,7 +47,8 @@ def open_dataset(
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, too
         if args.parquet:
-            builder = datasets.load_dataset_builder("parquet", data_files=patterns(args.parquet))
+            data_files = patterns(args.parquet)
+            builder = datasets.load_dataset_builder("parquet", data_files=data_files)
         else:
             dataset_info(repo, timeout=10)  # raises at once, not after minutes of retries
             builder = datasets.load_dataset_builder(repo, args.name)
@@ -70,12 +70,14 @@ def open_dataset(
 
     def read(index: int, row: int) -> Iterator[tuple[int, list[Document]]]:
         """Yield batches of a file's documents from a row on, each with its first row."""
-        with reading(paths[index]):
-            for batch in dataset.shard(dataset.num_shards, index).skip(row).iter(BATCH):
+        path = paths[index]
+        with reading(path):
+            file = dataset.shard(dataset.num_shards, index)
+            for batch in file.skip(row).iter(BATCH):
                 rows = []
                 for number, text in enumerate(batch[column], row):
-                    rows.append((f"{paths[index]}, row {number}", text))
-                yield row, list(rules.documents(rows))
+                    rows.append((f"{path}, row {number}", text))
+                yield row, list(args.rules.documents(rows))
                 row += len(rows)
 
     files = [partial(read, index) for index in range(dataset.num_shards)]
@@ -123,7 +125,6 @@ def default_folder(repo: str, name: str | None) -> str:
 @command
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.fineweb", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = "a dataset of the hub, or fineweb (the default), or fineweb-edu"
     parser.add_argument("--dataset", default="fineweb", metavar="OWNER/NAME", help=names)
     parser.add_argument("--name", help=f"its configuration; default of FineWeb: {SAMPLE}")
@@ -139,15 +140,12 @@ def main(argv: list[str] | None = None) -> None:
     folder = default_folder(repo, args.name)
     if args.tokenizer != "gpt2":
         folder += f"_{Path(args.tokenizer).stem}"
-    mark = get_tokenizer(args.tokenizer).mark
-    rules = Rules(args.column, mark, args.skip_nulls, args.split_at)
-    files, sizes, content = open_dataset(args, repo, rules)
+    files, sizes, content = open_dataset(args, repo)
     source = args.parquet or filter(None, [repo, args.name, args.split, args.column])
-    out_dir = args.out_dir or Path("data", folder)
     stream = partial(tokenise, files, args, 0)
     documents = [args.column, sizes]
-    build(out_dir, "fineweb", [stream], args, " ".join(source), documents, content)
-    rules.report()
+    build(folder, "fineweb", [stream], args, " ".join(source), documents, content)
+    args.rules.report()
 
 
 if __name__ == "__main__":

@@ -77,7 +77,6 @@ def copy_ids(args: argparse.Namespace) -> None:
     if args.repeat or args.skip_nulls or args.split_at is not None:
         raise UserError("--repeat, --skip_nulls and --split_at are for text: ids stay as they are")
     folder = Path(args.paths[0]).resolve().parent
-    out_dir = args.out_dir or Path("data", folder.name)
     meta_pkl = folder / META_PKL
     with tempfile.TemporaryDirectory() as temporary:
         if meta_pkl.is_file():
@@ -92,7 +91,7 @@ def copy_ids(args: argparse.Namespace) -> None:
             paths = list(map(Path, split))
             streams.append(partial(in_turn, [partial(read_ids, path) for path in paths]))
             checksums.append([checksum(path, vocab_size) for path in paths])
-        build(out_dir, "text", streams, args, " ".join(args.paths), checksums)
+        build(folder.name, "text", streams, args, " ".join(args.paths), checksums)
 
 
 # ---- characters ----

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from data.build import BATCH, COLUMN, build, parse_options, tokenise
 from data.documents import Document, Rules, reading
 from data.ids import are_ids, copy_ids
-from data.tokenizer import get_tokenizer, split_text
+from data.tokenizer import split_text
 from errors import UserError, command
 from runtime.files import sha256_of
 
@@ -270,11 +270,10 @@ def numbered(source: Source, first: int) -> Iterator[tuple[int, list[Document]]]
 @command
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.text", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("paths", nargs="*", metavar="PATHS", help="files and folders")
     parser.add_argument("--val", nargs="+", metavar="PATHS", help="files for validation")
     field = f"the JSON field or parquet column of the text; default: {COLUMN}"
-    parser.add_argument("--field", default=COLUMN, help=field)
+    parser.add_argument("--field", default=COLUMN, dest="column", metavar="FIELD", help=field)
     share = "the share of the T-token passages of the training text that an excerpt follows"
     parser.add_argument("--repeat", type=float, default=0, metavar="SHARE", help=share)
     parser.add_argument("--within", type=int, default=0, metavar="T", help="the training length")
@@ -295,31 +294,27 @@ def main(argv: list[str] | None = None) -> None:
     else:
         source = f"standard library of Python {platform.python_version()}"
         files = list_stdlib()
-    mark = get_tokenizer(args.tokenizer).mark
-    rules = Rules(args.field, mark, args.skip_nulls, args.split_at)
     val = None
     if args.val:
-        val = inspect(list_files(args.val), rules)
-    sources = inspect(files, rules)
-    rules.report()
+        val = inspect(list_files(args.val), args.rules)
+    sources = inspect(files, args.rules)
+    args.rules.report()
     train, val = split(sources, val)
     if not train or not val:
         raise UserError(f"{source}: no text is left for training, or there is none for validation")
     print_names("training", train)
     print_names("validation", val)
-    if args.out_dir is None:
-        folder = f"text_{Path(args.tokenizer).stem}"
-        if repeats:
-            folder += "_repeat"
-        args.out_dir = Path("data", folder)
+    folder = f"text_{Path(args.tokenizer).stem}"
+    if repeats:
+        folder += "_repeat"
     streams = []
     checksums = []
     for sources, repeat in ((val, 0), (train, args.repeat)):
         of_split = [partial(numbered, source) for source in sources]
         streams.append(partial(tokenise, of_split, args, repeat))
         checksums.append([(source.name, source.sha256) for source in sources])
-    documents = [args.field, checksums]
-    build(args.out_dir, "text", streams, args, source, documents)
+    documents = [args.column, checksums]
+    build(folder, "text", streams, args, source, documents)
 
 
 def print_names(split: str, sources: list[Source]) -> None:
