@@ -72,8 +72,12 @@ def parse_options(
         raise UserError(f"--workers {options.workers} must be at least 1")
     if options.out_dir is not None:
         check_writable(options.out_dir)
-    mark = get_tokenizer(options.tokenizer).mark
-    options.rules = Rules(options.column, mark, options.skip_nulls, options.split_at)
+    options.rules = Rules(
+        options.column,
+        get_tokenizer(options.tokenizer).mark,
+        options.skip_nulls,
+        options.split_at,
+    )
     return options
 
 

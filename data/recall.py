@@ -193,7 +193,7 @@ def hash_sequences(task: str) -> str:
     for length in (64, 256, 1024):
         for index in range(4):
             for array in draw(task, EVALUATION, index, length):
-                digest.update(array.astype(np.int64).tobytes())
+                digest.update(array.tobytes())
     return digest.hexdigest()
 
 

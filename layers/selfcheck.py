@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -54,23 +55,23 @@ def check_kernels(
         document_positions=q[0, 0] if within_documents else None,
     )
     queries = q.expand(1, 1, MANY_KEYS, 1)  # takes no memory
-    by_path: dict[str, list[Attention]] = {}
+    by_path: dict[str, list[Attention]] = defaultdict(list)
     for module in model.modules():
         if isinstance(module, Attention):
-            by_path.setdefault(module.path(queries, MANY_KEYS, context), []).append(module)
+            by_path[module.path(queries, MANY_KEYS, context)].append(module)
     paths = " and ".join(sorted(by_path))
     facts: dict[str, Any] = {"attention_path": paths}
     line = f"attention path: {paths}"
     if "blocked" in by_path and config.attention_impl == "auto":
         reason = obstacle(by_path["blocked"][0], q) or "this is cpu"
         line += f" (not triton: {reason})"
-    layers = [*by_path.get("triton", []), *by_path.get("varlen", [])]
+    layers = by_path["triton"] + by_path["varlen"]
     if layers:
         kinds = {(layer.variant, layer.window, layer.alibi_heads): layer for layer in layers}
         largest_error = 0.0
         problem = ""
         for layer in kinds.values():
-            by_varlen = layer in by_path.get("varlen", [])
+            by_varlen = layer in by_path["varlen"]
             error, layer_problem = check(layer, config, q, within_documents, by_varlen)
             largest_error = max(largest_error, error)
             problem = problem or layer_problem
