@@ -14,7 +14,7 @@ import os
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice, takewhile
 from pathlib import Path
@@ -24,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data import shards
-from data.documents import Document
+from data.documents import Rules
 from data.tokenizer import copy_tokenizer, get_tokenizer, split_text
 from data.vocabulary import BUILT_IN, identify
 from errors import UserError
@@ -36,16 +36,15 @@ SHARD_SIZE = 100_000_000
 BATCH = 16
 # Longer documents are tokenised in pieces of this many characters: about 0.1 s of work.
 PIECE_CHARS = 1 << 19
-# Pieces, end-of-text included, that a worker tokenises at once.
-TASK_PIECES = 8
 # Queue length per worker: enough that none is idle while a batch is read.
 TASKS_PER_WORKER = 16
 
-# Reads documents in a fixed order. It takes a state, which is JSON, or None for the start, and
-# yields batches: the state from which reading starts with this batch, and its documents.
-Read = Callable[[Any], Iterator[tuple[Any, list[Document]]]]
-# The same for tokens: it yields the state of each batch, or None if reading cannot start with that
-# batch, and its tokens [n].
+# Reads a file from a place in it on. It yields batches: the place from which reading starts with
+# this batch, and its documents or its tokens.
+Read = Callable[[int], Iterator[tuple[int, Any]]]
+# Reads tokens in a fixed order. It takes a state, which is JSON, or None for the start, and yields
+# batches: the state from which reading starts with this batch, or None if it cannot start there,
+# and its tokens [n].
 Stream = Callable[[Any], Iterator[tuple[Any, shards.Tokens]]]
 
 
@@ -54,17 +53,18 @@ def parse_options(
 ) -> argparse.Namespace:
     """Parse the command line, with the options that data.text and data.fineweb share.
 
-    `tokenizer` is the default one. Raises UserError, before any file is read, if a shared option is
-    out of range.
+    `tokenizer` is the default one. The result has `rules`, which rows of the `column` are
+    documents. Raises UserError, before any file is read, if a shared option is out of range.
     """
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = f"{', '.join(BUILT_IN)} or a tokenizer.json; default: {tokenizer}"
     parser.add_argument("--tokenizer", default=tokenizer, help=names)
     parser.add_argument("--out_dir", type=Path, help="the folder to make; default: in data/")
     parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens per shard")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="threads")
     parser.add_argument("--skip_nulls", action="store_true", help="leave out rows without a text")
-    mark = "begin a document after each MARK, such as '<|endoftext|>'"
-    parser.add_argument("--split_at", metavar="MARK", help=mark)
+    split_at = "begin a document after each MARK, such as '<|endoftext|>'"
+    parser.add_argument("--split_at", metavar="MARK", help=split_at)
     options = parser.parse_args(argv)
     if not 0 < options.shard_size < 2**31:
         raise UserError(f"--shard_size {options.shard_size} must be 1 to 2**31 - 1")
@@ -72,49 +72,51 @@ def parse_options(
         raise UserError(f"--workers {options.workers} must be at least 1")
     if options.out_dir is not None:
         check_writable(options.out_dir)
-    get_tokenizer(options.tokenizer)
+    options.rules = Rules(
+        options.column,
+        get_tokenizer(options.tokenizer).mark,
+        options.skip_nulls,
+        options.split_at,
+    )
     return options
 
 
+def in_turn(files: Sequence[Read], state: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the batches of files, one after another; a state is (index of a file, place in it)."""
+    if isinstance(state, dict):
+        raise UserError("an earlier version has begun this folder: delete it, or use another")
+    first_file, first_place = state or (0, 0)
+    for index in range(first_file, len(files)):
+        for place, batch in files[index](first_place):
+            yield (index, place), batch
+        first_place = 0
+
+
 def build(
-    out_dir: Path,
+    folder: str,
     prefix: str,
-    streams: list[Read],
+    streams: Sequence[Stream],
     options: argparse.Namespace,
     source: str,
     documents: list,
     content: list | None = None,
 ) -> None:
-    """Make the folder `out_dir` of shards `<prefix>_<split>_<number>.bin` and its meta.json.
+    """Make a folder of shards `<prefix>_<split>_<number>.bin` and its meta.json.
 
     The streams are written in order, and no shard mixes two streams. Validation gets the first of
     two streams, or the first shard of a single stream. `options` has the options of
-    `parse_options`, and `repeat` and `within`, the share and length of `with_repeats` for the
-    streams after the first. Called again, it resumes after the last whole shard, or says that all
-    is done. In meta.json `source` says where the documents come from; `documents` is JSON that
-    changes when the documents do. `content`, if given, does too, and is compared only if the folder
-    records it.
+    `parse_options`, of which `out_dir` is data/`folder` by default, and `repeat` and `within`, the
+    share and length of `with_repeats`. Called again, it resumes after the last whole shard, or says
+    that all is done. In meta.json `source` says where the documents come from; `documents` is JSON
+    that changes when the documents do. `content`, if given, does too, and is compared only if the
+    folder records it.
 
     Raises UserError if the folder holds shards of other documents or settings, or of unknown
     origin; if another process is making them; or if the documents have too few tokens for both
     splits.
     """
-    wanted = new_meta(options, documents, source)
-    if options.repeat:
-        wanted["repeat"] = (options.repeat, options.within)
-    if options.split_at is not None:
-        wanted["split_at"] = options.split_at
-    if content is not None:
-        wanted["content"] = hash_json(content)
-    of_tokens = []
-    for i, read in enumerate(streams):
-        of_tokens.append(tokenised(read, options, options.repeat if i else 0))
-    write_set(out_dir, prefix, of_tokens, options.tokenizer, wanted)
-
-
-def new_meta(options: argparse.Namespace, documents: list, source: str) -> shards.Meta:
-    """Return the meta.json of a set of which no shard is written."""
-    return {
+    out_dir = options.out_dir or Path("data", folder)
+    wanted: shards.Meta = {
         "tokenizer": identify(options.tokenizer),
         "shard_size": options.shard_size,
         "documents": hash_json(documents),
@@ -122,12 +124,12 @@ def new_meta(options: argparse.Namespace, documents: list, source: str) -> shard
         "complete": False,
         "shards": [],
     }
-
-
-def write_set(
-    out_dir: Path, prefix: str, streams: list[Stream], tokenizer: str, wanted: shards.Meta
-) -> None:
-    """Make the folder of `build` from streams of tokens; `wanted` is its initial meta.json."""
+    if options.repeat:
+        wanted["repeat"] = (options.repeat, options.within)
+    if options.split_at is not None:
+        wanted["split_at"] = options.split_at
+    if content is not None:
+        wanted["content"] = hash_json(content)
     with lock_folder(out_dir, "making this set"):
         meta = _resume(out_dir, wanted)
         if meta["complete"]:
@@ -135,7 +137,7 @@ def write_set(
         else:
             outcome = "done"
             _write_shards(out_dir, prefix, streams, meta)
-            copy_tokenizer(tokenizer, out_dir)
+            copy_tokenizer(options.tokenizer, out_dir)
             shards.write_meta(out_dir, {**meta, "complete": True})
     tokens = sum(shard["tokens"] for shard in meta["shards"])
     print(f"{out_dir}: {outcome}, {tokens:,} tokens in {len(meta['shards'])} shards")
@@ -172,7 +174,7 @@ def _resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
     return {**meta, "complete": complete, "shards": whole}
 
 
-def _write_shards(out_dir: Path, prefix: str, streams: list[Stream], meta: shards.Meta) -> None:
+def _write_shards(out_dir: Path, prefix: str, streams: Sequence[Stream], meta: shards.Meta) -> None:
     """Write the shards that are missing, and meta.json after each."""
     done = meta["shards"]
     place = done[-1]["next"] if done else shards.Place(0, None, 0)
@@ -183,14 +185,14 @@ def _write_shards(out_dir: Path, prefix: str, streams: list[Stream], meta: shard
             split = "val" if stream < len(streams) - 1 or not done else "train"
             name = f"{prefix}_{split}_{len(done):06d}.bin"
             shards.write_shard(out_dir / name, tokens)
-            sha256 = sha256_of(out_dir / name)
-            entry: shards.Entry = {
-                "name": name,
-                "tokens": len(tokens),
-                "sha256": sha256,
-                "next": next_place,
-            }
-            done.append(entry)
+            done.append(
+                {
+                    "name": name,
+                    "tokens": len(tokens),
+                    "sha256": sha256_of(out_dir / name),
+                    "next": next_place,
+                }
+            )
             shards.write_meta(out_dir, meta)
     if len(done) < 2:
         raise UserError(
@@ -200,7 +202,7 @@ def _write_shards(out_dir: Path, prefix: str, streams: list[Stream], meta: shard
 
 
 def _cut_shards(
-    streams: list[Stream], place: shards.Place, shard_size: int, bar: tqdm
+    streams: Sequence[Stream], place: shards.Place, shard_size: int, bar: tqdm
 ) -> Iterator[tuple[int, shards.Tokens, shards.Place]]:
     """Yield the shards from `place` on: stream, tokens [n], and the place of the next shard."""
     first_stream, state, skip = place
@@ -229,64 +231,38 @@ def _cut_shards(
         state = None
 
 
-def tokenised(read: Read, options: argparse.Namespace, repeat: float) -> Stream:
-    """Return a Stream of the documents' tokens; `repeat` is the share of `with_repeats`."""
-    return lambda state: _tokenise(read(state), options, repeat)
-
-
-def _tokenise(
-    batches: Iterator[tuple[Any, list[Document]]], options: argparse.Namespace, repeat: float
+def tokenise(
+    files: Sequence[Read], options: argparse.Namespace, repeat: float, state: Any
 ) -> Iterator[tuple[Any, shards.Tokens]]:
-    """Yield (state, tokens [n]) of each task in order, from several threads.
+    """Yield (state, tokens [n]) of each piece of the files' documents in order, by several threads.
 
-    The first task of a batch has the batch's state, the others None. Threads are enough: tokenizers
-    release the GIL while they work.
+    The first piece of a batch has the batch's state, the others None. `repeat` is the share of
+    `with_repeats`. Threads are enough: tokenizers release the GIL while they work.
     """
     tokenizer = get_tokenizer(options.tokenizer)
-    eot = np.array([tokenizer.eot], dtype=np.uint16)
 
-    def encode(pieces: list[str | None]) -> shards.Tokens:
-        chunks = []
-        for piece in pieces:
-            tokens = eot if piece is None else tokenizer.encode_array(piece)
-            if repeat:  # eot is too short to be repeated
-                tokens = with_repeats(tokens, repeat, options.within)
-            chunks.append(tokens)
-        return np.concatenate(chunks)
+    def encode(piece: str, is_first: bool) -> shards.Tokens:
+        tokens = tokenizer.encode_array(piece)
+        if repeat:
+            tokens = with_repeats(tokens, repeat, options.within)
+        if is_first:
+            tokens = np.insert(tokens, 0, tokenizer.eot)  # end-of-text, before each document
+        return tokens
 
-    def cut(documents: list[Document]) -> Iterator[str | None]:
-        for document in documents:
-            yield None  # end-of-text, before each document
-            yield from split_text(document, PIECE_CHARS)
-
-    def tasks() -> Iterator[tuple[Any, Future[shards.Tokens]]]:
-        for state, documents in batches:
-            for task in group(cut(documents)):
-                yield state, pool.submit(encode, task)
-                state = None
+    def pieces() -> Iterator[tuple[Any, Future[shards.Tokens]]]:
+        for batch_state, documents in in_turn(files, state):
+            for document in documents:
+                for i, piece in enumerate(split_text(document, PIECE_CHARS)):
+                    yield batch_state, pool.submit(encode, piece, i == 0)
+                    batch_state = None
 
     with ThreadPoolExecutor(options.workers) as pool:
-        queue = tasks()
+        queue = pieces()
         running = deque(islice(queue, options.workers * TASKS_PER_WORKER))
         while running:
-            state, task = running.popleft()
-            yield state, task.result()
+            piece_state, tokens = running.popleft()
+            yield piece_state, tokens.result()
             running.extend(islice(queue, 1))
-
-
-def group(pieces: Iterable[str | None]) -> Iterator[list[str | None]]:
-    """Yield the pieces that a worker tokenises at once: few if they are long, to save memory."""
-    task: list[str | None] = []
-    length = 0
-    for piece in pieces:
-        task.append(piece)
-        length += len(piece or "")
-        if len(task) == TASK_PIECES or length >= PIECE_CHARS:
-            yield task
-            task = []
-            length = 0
-    if task:
-        yield task
 
 
 def with_repeats(tokens: shards.Tokens, share: float, within: int) -> shards.Tokens:

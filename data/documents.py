@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from data.vocabulary import END_OF_TEXT
@@ -93,3 +95,14 @@ def whole(row: Iterable[str]) -> Iterator[Document]:
     first = next(chunks, "")
     if first:
         yield chain([first], chunks)
+
+
+@contextmanager
+def reading(source: str | Path) -> Iterator[None]:
+    """Turn any error of the block into a UserError that names the source."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of pyarrow, datasets, the system or any network library
+        raise UserError(f"{source}: cannot be read: {' '.join(str(error).split())}") from error

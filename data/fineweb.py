@@ -9,18 +9,17 @@ After an interruption, the same command resumes after the last whole shard.
 import argparse
 import hashlib
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow.parquet
 from tqdm import tqdm
 
-from data.build import BATCH, COLUMN, Read, build, parse_options
-from data.documents import Document, Rules
-from data.tokenizer import get_tokenizer
+from data.build import BATCH, COLUMN, Read, build, parse_options, tokenise
+from data.documents import Document, reading
 from errors import UserError, command
 
 # Datasets with a short name, and their configuration without --name.
@@ -28,18 +27,13 @@ DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fi
 SAMPLE = "sample-10BT"
 
 
-class Dataset(NamedTuple):
-    """A dataset's documents, and what identifies them."""
-
-    read: Read
-    files: list  # the column, and the name and size of each file
-    content: list[str]  # the checksum of each file
-
-
-def open_dataset(args: argparse.Namespace, repo: str, rules: Rules) -> Dataset:
+def open_dataset(
+    args: argparse.Namespace, repo: str
+) -> tuple[Sequence[Read], list[tuple[str, int]], list[str]]:
     """Open the dataset that these options name; files on disk are read once for their checksums.
 
-    Raises UserError if the dataset cannot be read, or has no such split or column.
+    Returns its files, their names and sizes, and their checksums. Raises UserError if the dataset
+    cannot be read, or has no such split or column.
     """
     source = " ".join(args.parquet or [repo])
     column = args.column
@@ -53,18 +47,19 @@ def open_dataset(args: argparse.Namespace, repo: str, rules: Rules) -> Dataset:
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, too
         if args.parquet:
-            builder = datasets.load_dataset_builder("parquet", data_files=patterns(args.parquet))
+            data_files = patterns(args.parquet)
+            builder = datasets.load_dataset_builder("parquet", data_files=data_files)
         else:
             dataset_info(repo, timeout=10)  # raises at once, not after minutes of retries
             builder = datasets.load_dataset_builder(repo, args.name)
         # raises for a split or a column that the dataset does not have
         dataset = builder.as_streaming_dataset(args.split).select_columns([column])
-        files = []
+        sizes = []
         content = []
         paths = builder.config.data_files[args.split]
         for path in tqdm(paths, desc="checksums", unit="file", delay=2):
             filesystem, path_there = url_to_fs(path)
-            files.append((Path(path).name, filesystem.size(path_there)))
+            sizes.append((Path(path).name, filesystem.size(path_there)))
             content.append(checksum(filesystem, path_there))
             if args.parquet:
                 refuse_numbers(path, column)
@@ -73,21 +68,20 @@ def open_dataset(args: argparse.Namespace, repo: str, rules: Rules) -> Dataset:
             builder.config.batch_size = BATCH
         dataset = builder.as_streaming_dataset(args.split).select_columns([column])
 
-    def read(state: Any) -> Iterator[tuple[Any, list[Document]]]:
-        if isinstance(state, dict):
-            raise UserError("an earlier version has begun this folder: delete it, or use another")
-        first_file, row = state or (0, 0)
-        for index in range(first_file, dataset.num_shards):
-            with reading(paths[index]):
-                file = dataset.shard(dataset.num_shards, index).skip(row)
-                for batch in file.iter(BATCH):
-                    texts = batch[column]
-                    names = [f"{paths[index]}, row {row + k}" for k in range(len(texts))]
-                    yield (index, row), list(rules.documents(zip(names, texts, strict=True)))
-                    row += len(texts)
-                row = 0
+    def read(index: int, row: int) -> Iterator[tuple[int, list[Document]]]:
+        """Yield batches of a file's documents from a row on, each with its first row."""
+        path = paths[index]
+        with reading(path):
+            file = dataset.shard(dataset.num_shards, index)
+            for batch in file.skip(row).iter(BATCH):
+                rows = []
+                for number, text in enumerate(batch[column], row):
+                    rows.append((f"{path}, row {number}", text))
+                yield row, list(args.rules.documents(rows))
+                row += len(rows)
 
-    return Dataset(read, [column, files], content)
+    files = [partial(read, index) for index in range(dataset.num_shards)]
+    return files, sizes, content
 
 
 def checksum(filesystem: Any, path: str) -> str:
@@ -120,17 +114,6 @@ def patterns(paths: list[str]) -> list[str]:
     return patterns
 
 
-@contextmanager
-def reading(source: str) -> Iterator[None]:
-    """Turn any error of the block into a UserError that names the dataset."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # of datasets, pyarrow, the system or any network library
-        raise UserError(f"{source}: cannot be read: {' '.join(str(error).split())}") from error
-
-
 def default_folder(repo: str, name: str | None) -> str:
     """Name a folder: fineweb10B for HuggingFaceFW/fineweb, sample-10BT; my_set_small for x/My.Set,
     small."""
@@ -142,7 +125,6 @@ def default_folder(repo: str, name: str | None) -> str:
 @command
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.fineweb", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = "a dataset of the hub, or fineweb (the default), or fineweb-edu"
     parser.add_argument("--dataset", default="fineweb", metavar="OWNER/NAME", help=names)
     parser.add_argument("--name", help=f"its configuration; default of FineWeb: {SAMPLE}")
@@ -158,14 +140,12 @@ def main(argv: list[str] | None = None) -> None:
     folder = default_folder(repo, args.name)
     if args.tokenizer != "gpt2":
         folder += f"_{Path(args.tokenizer).stem}"
-    mark = get_tokenizer(args.tokenizer).mark
-    rules = Rules(args.column, mark, args.skip_nulls, args.split_at)
-    dataset = open_dataset(args, repo, rules)
+    files, sizes, content = open_dataset(args, repo)
     source = args.parquet or filter(None, [repo, args.name, args.split, args.column])
-    out_dir = args.out_dir or Path("data", folder)
-    named = " ".join(source)
-    build(out_dir, "fineweb", [dataset.read], args, named, dataset.files, dataset.content)
-    rules.report()
+    stream = partial(tokenise, files, args, 0)
+    documents = [args.column, sizes]
+    build(folder, "fineweb", [stream], args, " ".join(source), documents, content)
+    args.rules.report()
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ import hashlib
 import pickle
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from data.build import Stream, new_meta, write_set
+from data.build import build, in_turn
 from data.shards import HEADER, MAGIC, TOKEN, Tokens, check_ids
 from data.vocabulary import END_OF_TEXT, TOKENIZER, count_ids
 from errors import UserError
@@ -59,18 +60,11 @@ def checksum(path: Path, vocab_size: int) -> str:
     return digest.hexdigest()
 
 
-def reader(paths: list[Path]) -> Stream:
-    """Return a Stream of these files; a state is (index of a file, index of its id)."""
-
-    def read(state: Any) -> Iterator[tuple[Any, Tokens]]:
-        first_file, first_id = state or (0, 0)
-        for index in range(first_file, len(paths)):
-            ids = open_ids(paths[index])
-            for start in range(first_id, len(ids), CHUNK):
-                yield (index, start), ids[start : start + CHUNK]
-            first_id = 0
-
-    return read
+def read_ids(path: Path, first: int) -> Iterator[tuple[int, Tokens]]:
+    """Yield the ids of a file from index `first` on, in chunks, each with its first index."""
+    ids = open_ids(path)
+    for start in range(first, len(ids), CHUNK):
+        yield start, ids[start : start + CHUNK]
 
 
 def copy_ids(args: argparse.Namespace) -> None:
@@ -82,28 +76,22 @@ def copy_ids(args: argparse.Namespace) -> None:
         raise UserError("ids need files of ids for validation too: train.bin --val val.bin")
     if args.repeat or args.skip_nulls or args.split_at is not None:
         raise UserError("--repeat, --skip_nulls and --split_at are for text: ids stay as they are")
-    train = [Path(path) for path in args.paths]
-    val = [Path(path) for path in args.val]
-    folder = train[0].resolve().parent
-    out_dir = args.out_dir or Path("data", folder.name)
+    folder = Path(args.paths[0]).resolve().parent
     meta_pkl = folder / META_PKL
-    if not meta_pkl.is_file():
-        copy_files(train, val, out_dir, args)
-        return
-    if args.tokenizer != "bytes":  # the default
-        raise UserError(f"{meta_pkl} says what the ids stand for: leave out --tokenizer")
     with tempfile.TemporaryDirectory() as temporary:
-        file = Path(temporary, TOKENIZER)
-        tokenizer_of_characters(meta_pkl).save(str(file))
-        args.tokenizer = str(file)
-        copy_files(train, val, out_dir, args)
-
-
-def copy_files(train: list[Path], val: list[Path], out_dir: Path, args: argparse.Namespace) -> None:
-    vocab_size = count_ids(args.tokenizer)
-    checksums = [[checksum(path, vocab_size) for path in paths] for paths in (val, train)]
-    meta = new_meta(args, checksums, source=" ".join(args.paths))
-    write_set(out_dir, "text", [reader(val), reader(train)], args.tokenizer, meta)
+        if meta_pkl.is_file():
+            if args.tokenizer != "bytes":  # the default
+                raise UserError(f"{meta_pkl} says what the ids stand for: leave out --tokenizer")
+            args.tokenizer = str(Path(temporary, TOKENIZER))
+            tokenizer_of_characters(meta_pkl).save(args.tokenizer)
+        vocab_size = count_ids(args.tokenizer)
+        streams = []
+        checksums = []
+        for split in (args.val, args.paths):
+            paths = list(map(Path, split))
+            streams.append(partial(in_turn, [partial(read_ids, path) for path in paths]))
+            checksums.append([checksum(path, vocab_size) for path in paths])
+        build(folder.name, "text", streams, args, " ".join(args.paths), checksums)
 
 
 # ---- characters ----

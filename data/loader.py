@@ -9,7 +9,7 @@ global batch.
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +113,6 @@ class Loader(ABC):
         """Count the whole windows in the first `max_tokens` validation tokens, or in all."""
         return min(self.val_tokens, max_tokens) // self.batching.block_size
 
-    @abstractmethod
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
         """This rank's share of these windows: x, y, int64 [<= batch_size, T, ...].
 
@@ -121,6 +120,21 @@ class Loader(ABC):
         same for any number of them. Only the last batch may be smaller. Raises UserError, before
         the first batch, if there is no whole window, or a token is outside the vocabulary.
         """
+        count = self.validation_windows(max_tokens)
+        if count < 1:
+            tokens = min(self.val_tokens, max_tokens)
+            raise UserError(
+                f"{self.source}: {tokens} validation tokens with a target at val_tokens = "
+                f"{max_tokens}, but one window takes {self.batching.block_size}"
+            )
+        read = self._open_validation(max_tokens)
+        share = np.arange(self.batching.rank, count, self.batching.world_size)
+        starts = range(0, len(share), batch_size)
+        return (copy_to(self.device, *read(share[start : start + batch_size])) for start in starts)
+
+    @abstractmethod
+    def _open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
+        """A function from indices of validation windows to x and y in host memory, as `_read`."""
 
     @abstractmethod
     def identity(self) -> Identity:
@@ -157,18 +171,11 @@ class TokenLoader(Loader):
         self.val_tokens = sum(tokens for _, tokens in val_shards) - 1
         super().__init__(int(self.first_window[-1]), batching)
 
-    def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
+    def _open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
         T = self.batching.block_size
         tokens = validation_tokens(self.data_dir, max_tokens, self.vocab_size)
-        if len(tokens) <= T:
-            raise UserError(
-                f"{self.data_dir}: {len(tokens)} validation tokens at val_tokens = {max_tokens}, "
-                f"but one window takes {T + 1}"
-            )
         windows = sliding_window_view(tokens, T + 1)[::T]
-        share = windows[self.batching.rank :: self.batching.world_size]
-        batches = split_rows(share, batch_size)
-        return (copy_to(self.device, *inputs_and_targets(rows, self.device)) for rows in batches)
+        return lambda index: inputs_and_targets(windows[index], self.device)
 
     def identity(self) -> Identity:
         return identity_of(self.data_dir)
@@ -178,13 +185,16 @@ class TokenLoader(Loader):
 
         Raises UserError where no document begins in any training shard.
         """
-        paths = [list_shards(self.data_dir, split) for split in ("train", "val")]
-        without = [[p for p in split if not has_token(p, end_of_text)] for split in paths]
-        if without[0] == paths[0]:
-            raise UserError(
-                f"document_mask = True, but no training shard of {self.data_dir} has an "
-                f"end-of-text token (id {end_of_text}), with which documents begin"
-            )
+        without = []
+        for split in ("train", "val"):
+            paths = list_shards(self.data_dir, split)
+            missing = [path.name for path in paths if not has_token(path, end_of_text)]
+            if split == "train" and len(missing) == len(paths):
+                raise UserError(
+                    f"document_mask = True, but no training shard of {self.data_dir} has an "
+                    f"end-of-text token (id {end_of_text}), with which documents begin"
+                )
+            without += missing
         count = min(self.n_windows, SAMPLED_WINDOWS)
         sample = np.linspace(0, self.n_windows - 1, count, dtype=np.int64)
         T = self.batching.block_size
@@ -194,8 +204,7 @@ class TokenLoader(Loader):
         token = np.arange(T)
         n = token - np.maximum.accumulate(np.where(is_start, token, 0), axis=1) + 1
         quartiles = np.quantile(n, (0.25, 0.5, 0.75)).round().astype(int).tolist()
-        names = [path.name for split in without for path in split]
-        return Documents(is_start.sum() / count, quartiles, names)
+        return Documents(is_start.sum() / count, quartiles, without)
 
     def _count_windows(self, shards: list[Shard], batching: Batching) -> list[int]:
         """How many windows each shard has."""
@@ -275,12 +284,6 @@ def validation_tokens(data_dir: str | Path, max_tokens: int, vocab_size: int) ->
             chunks.append(tokens)
             missing -= len(tokens)
     return np.concatenate(chunks)
-
-
-def split_rows(rows: NDArray, batch_size: int) -> Iterator[NDArray]:
-    """Cut an array into batches of rows; only the last batch may be smaller."""
-    for start in range(0, len(rows), batch_size):
-        yield rows[start : start + batch_size]
 
 
 def copy_to(device: torch.device, x: Tensor, y: Tensor) -> Batch:

@@ -16,7 +16,7 @@ nothing is stored: OrbitLoader makes the systems of a batch while the previous o
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,7 @@ TOGETHER = 16
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Elements:
+class Elements(NamedTuple):
     """What determines a system of k planets; angles are in radians."""
 
     masses: Floats  # [k + 1], the star's last
@@ -65,7 +64,8 @@ def kepler(mean: Floats, eccentricity: Floats | float) -> Floats:
     d = 3 * (1 - e) + alpha * e
     q = 2 * alpha * d * (1 - e) - M2
     r = (3 * alpha * d * (d - 1 + e) + M2) * M
-    root = np.cbrt(np.abs(r) + np.sqrt(q * q * q + r * r))
+    discriminant = q * q * q + r * r
+    root = np.cbrt(np.abs(r) + np.sqrt(discriminant))
     w = np.square(root)
     cubic = 2 * r * w / (w * w + w * q + q * q)
     E = (cubic + M) / d
@@ -76,44 +76,37 @@ def kepler(mean: Floats, eccentricity: Floats | float) -> Floats:
     f1 = 1 - f3
     step = -f0 / (f1 - 0.5 * f0 * f2 / f1)
     step = -f0 / (f1 + step * (f2 / 2 + step * f3 / 6))
-    return turns + E - f0 / (f1 + step * (f2 / 2 + step * (f3 / 6 - step * f2 / 24)))
+    slope = f1 + step * (f2 / 2 + step * (f3 / 6 - step * f2 / 24))
+    return turns + E - f0 / slope
 
 
 def positions(systems: Sequence[Elements], points: int) -> Floats:
     """Positions [systems, points, bodies, 2] of systems with the same number of planets."""
-    masses = _stack(systems, "masses")  # [systems, bodies]
-    planets = masses[:, :-1]
-    star = masses[:, -1:]
-    a = _stack(systems, "axes")  # [systems, planets]
-    e = _stack(systems, "eccentricities")
-    tilt = _stack(systems, "tilts")
-    phase = _stack(systems, "phases")
-    time_step = _stack(systems, "time_step")  # [systems]
+    by_element = [np.stack(values)[:, None] for values in zip(*systems, strict=True)]
+    # masses are [systems, 1, bodies], a to phase [systems, 1, planets], time_step [systems, 1]
+    masses, a, e, tilt, phase, centre, time_step = by_element
+    planets = masses[:, :, :-1]
+    star = masses[:, :, -1:]
 
-    times = time_step[:, None, None] * np.arange(points)[:, None]  # [systems, points, 1]
+    times = time_step[:, None] * np.arange(points)[:, None]  # [systems, points, 1]
     motion = np.sqrt(G * (planets + star) / a**3)  # radians a year, by Kepler's third law
-    mean = phase[:, None] + motion[:, None] * times  # [systems, points, planets]
-    E = kepler(mean, e[:, None])
-    along = a[:, None] * (np.cos(E) - e[:, None])
+    E = kepler(phase + motion * times, e)  # [systems, points, planets]
+    along = a * (np.cos(E) - e)
     minor = a * np.sqrt(1 - e * e)  # semi-minor axes
-    across = minor[:, None] * np.sin(E)
-    cos = np.cos(tilt)[:, None]
-    sin = np.sin(tilt)[:, None]
-    out = np.empty((len(systems), points, masses.shape[1], 2))
+    across = minor * np.sin(E)
+    cos = np.cos(tilt)
+    sin = np.sin(tilt)
+    out = np.empty((len(systems), points, masses.shape[2], 2))
     vectors = out[:, :, :-1]  # from star to planet
     vectors[..., 0] = cos * along - sin * across
     vectors[..., 1] = sin * along + cos * across
     # the star's own orbit around the centre of mass; with several planets, the point at which its
     # orbit with the first one begins
-    first = vectors[:, :, 0] if planets.shape[1] == 1 else vectors[:, :1, 0]
-    lever = (planets / (planets + star))[:, :1, None]
-    out[:, :, -1] = _stack(systems, "centre")[:, None] - lever * first
+    first = vectors[:, :, 0] if planets.shape[2] == 1 else vectors[:, :1, 0]
+    lever = planets[:, :, :1] / (planets[:, :, :1] + star)
+    out[:, :, -1] = centre - lever * first
     vectors += out[:, :, -1:]
     return out
-
-
-def _stack(systems: Sequence[Elements], element: str) -> Floats:
-    return np.stack([getattr(system, element) for system in systems])
 
 
 # ---- systems ----
@@ -183,8 +176,6 @@ def tokenise(systems: Sequence[Elements], bins: int, entries: int) -> Tokens:
 
 class OrbitLoader(SimulatedLoader):
     """Batches of simulated systems, x, y being [b, block_size, 2]; an epoch sees each one once."""
-
-    unit = "system"
 
     def __init__(self, systems: int, planets: int, bins: int, batching: Batching) -> None:
         self.planets = planets

@@ -27,7 +27,7 @@ import torch
 
 from data.loader import Batch, Batching, Ints
 from data.shards import Identity
-from data.simulated import SimulatedLoader, sequence_rng
+from data.simulated import TRAINING, SimulatedLoader, sequence_rng
 from data.vocabulary import RECALL_IDS
 from errors import UserError
 
@@ -141,8 +141,6 @@ class RecallLoader(SimulatedLoader):
     `first_id` is added to all token ids. Raises UserError if T / 4 is too short for a task.
     """
 
-    unit = "sequence"
-
     def __init__(self, task: str, batching: Batching, first_id: int = 0) -> None:
         if batching.block_size < 4 * SHORTEST:
             raise UserError(
@@ -161,12 +159,13 @@ class RecallLoader(SimulatedLoader):
             "recall sequences": hash_sequences(self.task),
         }
 
-    def _length(self, step: int) -> int:
-        longest = self.batching.block_size
+    def _read(self, step: int) -> Batch:
+        length = self.batching.block_size
         rng = np.random.default_rng([self.batching.seed, step])
-        if rng.random() < 0.5:
-            return longest
-        return int(rng.integers(longest // 4, longest + 1))
+        if rng.random() >= 0.5:
+            length = int(rng.integers(length // 4, length + 1))
+        indices = self._windows(step)
+        return self._simulate(TRAINING, indices, length)
 
     def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
         sequences = [draw(self.task, split, int(index), length) for index in indices]
@@ -194,7 +193,7 @@ def hash_sequences(task: str) -> str:
     for length in (64, 256, 1024):
         for index in range(4):
             for array in draw(task, EVALUATION, index, length):
-                digest.update(array.astype(np.int64).tobytes())
+                digest.update(array.tobytes())
     return digest.hexdigest()
 
 

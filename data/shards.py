@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from data.vocabulary import TOKENIZER, identify
 from errors import UserError
-from runtime.files import atomic_write, read_json, sha256_of, write_json
+from runtime.files import atomic_write, read_json, write_json
 
 MAGIC = 20240520
 VERSION = 1
@@ -143,23 +143,23 @@ def read_spans(files: Sequence[FileIO], spans: NDArray[np.int64], vocab_size: in
     Only these bytes are read; a page fault of a memory map would read megabytes ahead. Raises
     UserError if a file ends before its span does, or a token is not below `vocab_size`.
     """
-    tokens = np.empty(spans[:, 2].sum(), dtype=TOKEN)
     if hasattr(os, "posix_fadvise"):  # not on macOS
         # a disk that knows all spans reads many at the same time
         for index, start, length in spans.tolist():
             descriptor = files[index].fileno()
             size = length * TOKEN.itemsize
             os.posix_fadvise(descriptor, byte_offset(start), size, os.POSIX_FADV_WILLNEED)
-    end = 0
+    chunks = []
     for index, start, length in spans.tolist():
         file = files[index]
-        span = tokens[end : end + length]
-        end += length
-        bytes_read = os.preadv(file.fileno(), [span.data], byte_offset(start))
-        if bytes_read < span.nbytes:
+        size = length * TOKEN.itemsize
+        content = os.pread(file.fileno(), size, byte_offset(start))
+        if len(content) < size:
             raise UserError(f"{file.name} has shrunk: it ends before token {start + length}")
-        check_ids(file.name, span, vocab_size, start)
-    return tokens
+        tokens = np.frombuffer(content, TOKEN)
+        check_ids(file.name, tokens, vocab_size, start)
+        chunks.append(tokens)
+    return np.concatenate(chunks)
 
 
 def is_whole(folder: Path, shard: Entry) -> bool:
@@ -180,14 +180,15 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
             f"{data_dir}: unfinished; repeat the command that was making it, which goes on or says "
             "why it cannot"
         )
-    paths = sorted(Path(data_dir).glob(f"*_{split}_*.bin"))
-    for shard in meta["shards"] if meta else []:
+    listed = meta["shards"] if meta else []
+    for shard in listed:
         name = shard["name"]
         if f"_{split}_" in name and not Path(data_dir, name).exists():
             raise UserError(
                 f"{data_dir}: {name} is missing, which meta.json lists: copy it there, or repeat "
                 "the command that made the folder"
             )
+    paths = sorted(Path(data_dir).glob(f"*_{split}_*.bin"))
     if not paths:
         missing = f"has no *_{split}_*.bin" if Path(data_dir).exists() else "does not exist"
         raise UserError(
@@ -226,33 +227,29 @@ def data_difference(before: Identity, now: Identity) -> str | None:
 def hash_shards(data_dir: str | Path, split: str) -> str:
     """Hash the shards of a split in order, whatever they are called.
 
-    All bytes are hashed if they are at most WHOLE_BYTES together; otherwise the size and the first
-    START_BYTES of each shard. Raises UserError as `list_shards`, and where a shard cannot be read.
+    All bytes are hashed if they are at most WHOLE_BYTES together; otherwise the first START_BYTES
+    of each shard, with the header, which has its size. Raises UserError as `list_shards`, and where
+    a shard cannot be read.
     """
     paths = list_shards(data_dir, split)
-    versions = []
     try:
-        for path in paths:
-            stat = path.stat()
-            versions.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-        return _hash_files(tuple(paths), tuple(versions))
+        stats = [path.stat() for path in paths]
+        is_small = sum(stat.st_size for stat in stats) <= WHOLE_BYTES
+        count = WHOLE_BYTES if is_small else START_BYTES
+        hashes = []
+        for path, stat in zip(paths, stats, strict=True):
+            hashes.append(_hash_start(path, count, stat.st_ino, stat.st_size, stat.st_mtime_ns))
     except OSError as error:
         message = f"{error.filename}: the shard cannot be read: {error.strerror}"
         raise UserError(message) from error
-
-
-@functools.lru_cache(64)
-def _hash_files(paths: tuple[Path, ...], versions: tuple[tuple[int, int, int], ...]) -> str:
-    """Hash files of which the file system says these inodes, sizes and times."""
-    is_whole = sum(size for _, size, _ in versions) <= WHOLE_BYTES
-    hashes = []
-    for path in paths:
-        if is_whole:
-            hashes.append(sha256_of(path))
-        else:
-            with open(path, "rb") as file:  # the header at its start has the size
-                hashes.append(hashlib.sha256(file.read(START_BYTES)).hexdigest())
     return hash_hashes(hashes)
+
+
+@functools.cache
+def _hash_start(path: Path, count: int, *version: int) -> str:
+    """Hash the first `count` bytes of a file, of which the file system says this version."""
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read(count)).hexdigest()
 
 
 def hash_hashes(hashes: list[str]) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from config import Config
 from data.aligned import AlignedLoader
-from data.loader import Batch, Batches, Batching, Loader, TokenLoader
+from data.loader import Batch, Batching, Ints, Loader, TokenLoader
 from data.orbits import OrbitLoader
 from data.recall import RecallLoader
 from data.shards import Identity, check_tokenizer
@@ -82,7 +82,9 @@ def open_recall(config: Config, batching: Batching) -> RecallLoader:
 
 
 def open_text_and_recall(config: Config, batching: Batching) -> "AlternatingLoader":
-    return AlternatingLoader(open_text(config, batching), open_recall(config, batching))
+    text = open_text(config, batching)
+    recall = open_recall(config, batching)
+    return AlternatingLoader(text, recall)
 
 
 class AlternatingLoader(Loader):
@@ -102,8 +104,8 @@ class AlternatingLoader(Loader):
         self.cropped = text.cropped
         super().__init__(2 * text.n_windows, text.batching)
 
-    def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
-        return self.text.validation_batches(max_tokens, batch_size)
+    def _open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
+        return self.text._open_validation(max_tokens)
 
     def identity(self) -> Identity:
         return self.text.identity() | self.recall.identity()

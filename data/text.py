@@ -21,9 +21,11 @@ import json
 import os
 import platform
 import re
+import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,10 @@ import pyarrow
 import pyarrow.parquet
 from tqdm import tqdm
 
-from data.build import BATCH, COLUMN, Read, build, parse_options
-from data.documents import Document, Rules
+from data.build import BATCH, COLUMN, build, parse_options, tokenise
+from data.documents import Document, Rules, reading
 from data.ids import are_ids, copy_ids
-from data.tokenizer import get_tokenizer, split_text
+from data.tokenizer import split_text
 from errors import UserError, command
 from runtime.files import sha256_of
 
@@ -65,17 +67,14 @@ class Source:
     rules: Rules
     documents: range  # their indices in the file
     length: int  # in characters, of the whole file
-    characters: tuple[int, int] | None = None  # of the only document; None: all
+    characters: range = range(sys.maxsize)  # of the only document
     part: str = ""  # such as "the last 4 documents of ", for messages
 
     def read(self, first: int = 0) -> Iterator[Document]:
         """Yield the documents from index `first` of this source on."""
         wanted = self.documents[first:]
         for document in islice(read_file(self.path, self.rules), wanted.start, wanted.stop):
-            if self.characters is None:
-                yield document
-            else:
-                yield slice_text(document, *self.characters)
+            yield slice_text(document, self.characters)
 
 
 def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Files:
@@ -88,9 +87,13 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
     names: dict[Path, str] = {}
     for path in map(Path, paths):
         if path.is_dir():
-            for file in walk(path, without):
-                if file.name.endswith(SUFFIXES) and file.is_file():
-                    names[file.resolve()] = file.relative_to(path).as_posix()
+            for parent, folders, files in os.walk(path):
+                # os.walk enters the folders that stay in its list
+                folders[:] = [name for name in folders if name[0] != "." and name not in without]
+                for name in files:
+                    file = Path(parent, name)
+                    if name[0] != "." and name.endswith(SUFFIXES) and file.is_file():
+                        names[file.resolve()] = file.relative_to(path).as_posix()
         elif not path.is_file():
             raise UserError(f"{path}: no such file or folder")
         elif not path.name.endswith(SUFFIXES):
@@ -98,16 +101,6 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
         else:
             names[path.resolve()] = path.name
     return sorted((name, path) for path, name in names.items())
-
-
-def walk(folder: Path, without: Collection[str]) -> Iterator[Path]:
-    """Yield the files below a folder, except hidden ones and folders named in `without`."""
-    for parent, folders, files in os.walk(folder):
-        # os.walk enters the folders that stay in its list
-        folders[:] = [name for name in folders if name[0] != "." and name not in without]
-        for name in files:
-            if name[0] != ".":
-                yield Path(parent, name)
 
 
 def list_stdlib() -> Files:
@@ -121,17 +114,13 @@ def read_file(path: Path, rules: Rules) -> Iterator[Document]:
 
     Raises UserError if the file cannot be read or parsed.
     """
-    try:
+    with reading(path):
         if path.name.endswith(PLAIN):
             yield from rules.cut(read_plain(path))
         elif path.suffix == ".parquet":
             yield from rules.documents(read_parquet(path, rules.column))
         else:
             yield from rules.documents(read_json_lines(path, rules.column))
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:  # pyarrow's and Unicode's are among them
-        raise UserError(f"{path}: cannot be read: {error}") from error
 
 
 def read_plain(path: Path) -> Iterator[str]:
@@ -177,11 +166,13 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, Any]]:
                 yield name, row[field]
 
 
-def slice_text(document: Document, start: int, end: int) -> Iterator[str]:
-    """Yield the characters `start` to `end` of a document, in chunks."""
+def slice_text(document: Document, characters: range) -> Iterator[str]:
+    """Yield some of the characters of a document, in chunks."""
     position = 0
     for chunk in document:
-        yield chunk[max(start - position, 0) : max(end - position, 0)]
+        start = max(characters.start - position, 0)
+        end = max(characters.stop - position, 0)
+        yield chunk[start:end]
         position += len(chunk)
 
 
@@ -211,23 +202,26 @@ def divide(source: Source) -> tuple[list[Source], list[Source]]:
     """
     if len(source.documents) == 1:
         unit = "characters"
-        total = source.length
+        whole = range(source.length)
         cut = find_cut(source)
-        train = replace(source, characters=(0, cut))
-        val = replace(source, characters=(cut, total))
     else:
         unit = "documents"
-        total = len(source.documents)
+        whole = source.documents
         lengths = (sum(map(len, document)) for document in source.read())
         starts = accumulate(lengths, initial=0)
         tenth = source.length * 9 / 10
         cut = next(index for index, start in enumerate(starts) if start >= tenth)
-        cut = min(cut, total - 1)
-        train = replace(source, documents=source.documents[:cut])
-        val = replace(source, documents=source.documents[cut:])
-    train = replace(train, part=f"the first {cut:,} of {total:,} {unit} of ")
-    val = replace(val, part=f"the last {total - cut:,} {unit} of ")
-    return [train], [val]
+        cut = min(cut, len(whole) - 1)
+    total = len(whole)
+    train: dict[str, Any] = {
+        unit: whole[:cut],
+        "part": f"the first {cut:,} of {total:,} {unit} of ",
+    }
+    val: dict[str, Any] = {
+        unit: whole[cut:],
+        "part": f"the last {total - cut:,} {unit} of ",
+    }
+    return [replace(source, **train)], [replace(source, **val)]
 
 
 def find_cut(source: Source) -> int:
@@ -237,7 +231,7 @@ def find_cut(source: Source) -> int:
     """
     tenth = source.length * 9 // 10
     start = max(tenth - 1, 1)
-    end_part = replace(source, characters=(start, source.length))
+    end_part = replace(source, characters=range(start, source.length))
     for pattern in ENDS:
         text = ""
         (document,) = end_part.read()
@@ -261,34 +255,25 @@ def split(sources: list[Source], val: list[Source] | None) -> tuple[list[Source]
         return divide(sources[0])
     if val is None:
         ranked = sorted(sources, key=lambda s: hashlib.sha256(os.fsencode(s.name)).digest())
-        chosen = set(ranked[: max(1, len(sources) // 10)])
-        val = [source for source in sources if source in chosen]
+        chosen = ranked[: max(1, len(sources) // 10)]
+        val = sorted(chosen, key=lambda source: source.name)
     paths = {source.path for source in val}
     return [source for source in sources if source.path not in paths], val
 
 
-def reader(sources: list[Source]) -> Read:
-    """Return a Read of these sources; a state is (index of a source, index of its document)."""
-
-    def read(state: Any) -> Iterator[tuple[Any, list[Document]]]:
-        first_source, first_document = state or (0, 0)
-        for index in range(first_source, len(sources)):
-            documents = sources[index].read(first_document)
-            for number, document in enumerate(documents, first_document):
-                yield (index, number), [document]
-            first_document = 0
-
-    return read
+def numbered(source: Source, first: int) -> Iterator[tuple[int, list[Document]]]:
+    """Yield the documents of a source from index `first` on, each with its index."""
+    for index, document in enumerate(source.read(first), first):
+        yield index, [document]
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.text", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("paths", nargs="*", metavar="PATHS", help="files and folders")
     parser.add_argument("--val", nargs="+", metavar="PATHS", help="files for validation")
     field = f"the JSON field or parquet column of the text; default: {COLUMN}"
-    parser.add_argument("--field", default=COLUMN, help=field)
+    parser.add_argument("--field", default=COLUMN, dest="column", metavar="FIELD", help=field)
     share = "the share of the T-token passages of the training text that an excerpt follows"
     parser.add_argument("--repeat", type=float, default=0, metavar="SHARE", help=share)
     parser.add_argument("--within", type=int, default=0, metavar="T", help="the training length")
@@ -309,30 +294,27 @@ def main(argv: list[str] | None = None) -> None:
     else:
         source = f"standard library of Python {platform.python_version()}"
         files = list_stdlib()
-    mark = get_tokenizer(args.tokenizer).mark
-    rules = Rules(args.field, mark, args.skip_nulls, args.split_at)
     val = None
     if args.val:
-        val = inspect(list_files(args.val), rules)
-    sources = inspect(files, rules)
-    rules.report()
+        val = inspect(list_files(args.val), args.rules)
+    sources = inspect(files, args.rules)
+    args.rules.report()
     train, val = split(sources, val)
     if not train or not val:
         raise UserError(f"{source}: no text is left for training, or there is none for validation")
     print_names("training", train)
     print_names("validation", val)
-    if args.out_dir is None:
-        folder = f"text_{Path(args.tokenizer).stem}"
-        if repeats:
-            folder += "_repeat"
-        args.out_dir = Path("data", folder)
-    streams = [reader(val), reader(train)]
-    documents = [args.field, [checksums(val), checksums(train)]]
-    build(args.out_dir, "text", streams, args, source, documents)
-
-
-def checksums(sources: list[Source]) -> list[tuple[str, str]]:
-    return [(source.name, source.sha256) for source in sources]
+    folder = f"text_{Path(args.tokenizer).stem}"
+    if repeats:
+        folder += "_repeat"
+    streams = []
+    checksums = []
+    for sources, repeat in ((val, 0), (train, args.repeat)):
+        of_split = [partial(numbered, source) for source in sources]
+        streams.append(partial(tokenise, of_split, args, repeat))
+        checksums.append([(source.name, source.sha256) for source in sources])
+    documents = [args.column, checksums]
+    build(folder, "text", streams, args, source, documents)
 
 
 def print_names(split: str, sources: list[Source]) -> None:

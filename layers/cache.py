@@ -37,18 +37,18 @@ class KVCache:
         window = attention.window
         if attention not in self.layers:
             room = self.size if window is None else min(self.size, window)
-            self.layers[attention] = [
-                x.new_zeros(*x.shape[:2], room, *x.shape[3:]) for x in new if x is not None
-            ]
+            self.layers[attention] = []
+            for x in new:
+                if x is not None:
+                    B, H, _, *rest = x.shape
+                    self.layers[attention].append(x.new_zeros(B, H, room, *rest))
+        store = self._append if window is None else self._shift
         stored = iter(self.layers[attention])
-        visible: list[Tensor | None] = []
+        visible = []
         for x in new:
-            if x is None:
-                visible.append(None)
-            elif window is None:
-                visible.append(self._append(next(stored), x))
-            else:
-                visible.append(self._shift(next(stored), x))
+            if x is not None:
+                x = store(next(stored), x)
+            visible.append(x)
         return visible
 
     def _append(self, stored: Tensor, x: Tensor) -> Tensor:

@@ -42,35 +42,34 @@ class Rope:
 
         With p-RoPE, the pairs that rotate have the same frequencies as if all pairs rotated.
         """
-        frequencies, score_scale = self._of_all_pairs(length)
+        d = self.head_size
+        s = max(1.0, length / self.trained_length)
+        factor = s if self.factor is None else self.factor
+        growth = 1.0  # of theta
+        score_scale = 1.0
+        if self.scaling == "ntk":  # bloc97: the slowest pair interpolated by s, the fastest kept
+            growth = factor
+        elif self.scaling == "dynamic_ntk" and s > 1:  # emozilla: with the s of the current length
+            alpha = 1.0 if self.factor is None else self.factor
+            growth = alpha * s - (alpha - 1)
+        power = d / max(d - 2, 1)  # with a single pair any base is the same
+        pairs = torch.arange(0, d, 2, dtype=torch.float64) / d
+        frequencies = (self.theta * growth**power) ** -pairs
+        if self.scaling == "linear":  # positions interpolated (Chen et al. 2023)
+            frequencies /= factor
+        elif self.scaling == "yarn":  # 0.1 ln s + 1 on q and k is squared on the scores
+            frequencies = self._partly_interpolated(frequencies, factor)
+            score_scale = (0.1 * math.log(factor) + 1) ** 2
         turning = round(self.share * len(frequencies))
         frequencies[turning:] = 0
         return frequencies, score_scale
 
-    def _of_all_pairs(self, length: int) -> tuple[Tensor, float]:
-        d = self.head_size
-        s = max(1.0, length / self.trained_length)
-        pairs = torch.arange(0, d, 2, dtype=torch.float64) / d
-        power = d / max(d - 2, 1)  # with a single pair any base is the same
-        factor = s if self.factor is None else self.factor
-        if self.scaling == "linear":  # positions interpolated (Chen et al. 2023)
-            return self.theta**-pairs / factor, 1.0
-        if self.scaling == "ntk":  # bloc97: the slowest pair interpolated by s, the fastest kept
-            return (self.theta * factor**power) ** -pairs, 1.0
-        if self.scaling == "dynamic_ntk":  # emozilla: the same with the s of the current length
-            alpha = 1.0 if self.factor is None else self.factor
-            growth = alpha * s - (alpha - 1) if s > 1 else 1.0
-            return (self.theta * growth**power) ** -pairs, 1.0
-        if self.scaling == "yarn":
-            return self._yarn(pairs, factor)
-        return self.theta**-pairs, 1.0
-
-    def _yarn(self, pairs: Tensor, s: float) -> tuple[Tensor, float]:
+    def _partly_interpolated(self, frequencies: Tensor, s: float) -> Tensor:
         """YaRN (Peng et al. 2023).
 
         Over the training length, pairs that turn more than 32 times (beta_fast) keep their
         frequency, pairs that turn less than once (beta_slow) are interpolated, and a ramp lies
-        between. The factor 0.1 ln s + 1 on q and k is squared on the scores.
+        between.
         """
 
         def pair_that_turns(times: int) -> float:
@@ -79,11 +78,9 @@ class Rope:
 
         low = max(math.floor(pair_that_turns(32)), 0)
         high = min(math.ceil(pair_that_turns(1)), self.head_size - 1)
-        index = torch.arange(len(pairs), dtype=torch.float64)
+        index = torch.arange(len(frequencies), dtype=torch.float64)
         ramp = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
-        frequencies = self.theta**-pairs
-        mixed = frequencies * (1 - ramp) + frequencies / s * ramp
-        return mixed, (0.1 * math.log(s) + 1) ** 2
+        return frequencies * (1 - ramp) + frequencies / s * ramp
 
 
 @dataclass(frozen=True)
@@ -132,11 +129,7 @@ class RopeTable(nn.Module):
         self.rope = rope
         self.length = length
 
-    def _apply(
-        self,
-        fn: Callable[[Tensor], Tensor],
-        recurse: bool = True,
-    ) -> "RopeTable":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RopeTable":
         # called by .to(): rotations are computed again in the new dtype, not cast from the old one
         super()._apply(fn, recurse)
         self.set(self.rope, self.length)
@@ -160,9 +153,7 @@ class RopeTable(nn.Module):
         # without scaling, a longer table works too, and torch.compile need not recompile the model
         if length > self.length or (is_scaled and length != self.length):
             self.set(self.rope, length)
-        cos = self.cos[start:end]
-        sin = self.sin[start:end]
-        return Rotation(cos, sin, self.score_scale)
+        return Rotation(self.cos[start:end], self.sin[start:end], self.score_scale)
 
     def of_documents(self, positions: Tensor, following: int) -> Rotation:
         """Return the rotations of tokens at positions [B, L], scaled for their documents' lengths.
@@ -175,7 +166,8 @@ class RopeTable(nn.Module):
         distinct, index = lengths.clamp_min(self.rope.trained_length).unique(return_inverse=True)
         scaled = [self.rope.frequencies(length) for length in distinct.tolist()]
         frequencies, score_scales = zip(*scaled, strict=True)
-        angles = positions[..., None] * torch.stack(frequencies)[index]  # [B, L, d/2]
+        by_length = torch.stack(frequencies)  # [lengths, d/2]
+        angles = positions[..., None] * by_length[index]  # [B, L, d/2]
         score_scale = torch.tensor(score_scales, dtype=torch.float64)[index]  # [B, L]
         return Rotation(
             angles.cos().to(self.cos),

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -54,23 +55,23 @@ def check_kernels(
         document_positions=q[0, 0] if within_documents else None,
     )
     queries = q.expand(1, 1, MANY_KEYS, 1)  # takes no memory
-    by_path: dict[str, list[Attention]] = {}
+    by_path: dict[str, list[Attention]] = defaultdict(list)
     for module in model.modules():
         if isinstance(module, Attention):
-            by_path.setdefault(module.path(queries, MANY_KEYS, context), []).append(module)
+            by_path[module.path(queries, MANY_KEYS, context)].append(module)
     paths = " and ".join(sorted(by_path))
     facts: dict[str, Any] = {"attention_path": paths}
     line = f"attention path: {paths}"
     if "blocked" in by_path and config.attention_impl == "auto":
         reason = obstacle(by_path["blocked"][0], q) or "this is cpu"
         line += f" (not triton: {reason})"
-    layers = [*by_path.get("triton", []), *by_path.get("varlen", [])]
+    layers = by_path["triton"] + by_path["varlen"]
     if layers:
         kinds = {(layer.variant, layer.window, layer.alibi_heads): layer for layer in layers}
         largest_error = 0.0
         problem = ""
         for layer in kinds.values():
-            by_varlen = layer in by_path.get("varlen", [])
+            by_varlen = layer in by_path["varlen"]
             error, layer_problem = check(layer, config, q, within_documents, by_varlen)
             largest_error = max(largest_error, error)
             problem = problem or layer_problem
@@ -99,14 +100,13 @@ def check(
     by_varlen: bool,
 ) -> tuple[float, str]:
     """The largest error of a layer's kernels, in the dtype of q, and the problem, "" if none."""
-    groups = layer.n_head if config.kv_heads == config.n_head else 1
     window = layer.window
     try:
-        errors = relative_errors(layer, groups, config, q, within_documents)
+        errors = relative_errors(layer, config, q, within_documents)
         if by_varlen and window is not None and window > EVEN // 2:
             # varlen_attn needs as many queries as keys: a smaller window hides some of EVEN keys
             layer.window = EVEN // 2
-            errors |= relative_errors(layer, groups, config, q, within_documents)
+            errors |= relative_errors(layer, config, q, within_documents)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # another path would take more memory; a CUDA error leaves no usable context
     except Exception as raised:  # whatever Triton raises
@@ -121,7 +121,6 @@ def check(
 
 def relative_errors(
     layer: Attention,
-    groups: int,
     config: Config,
     q: Tensor,
     within_documents: bool,
@@ -134,6 +133,7 @@ def relative_errors(
     errors = {}
     impl = layer.impl
     heads = layer.n_head
+    groups = heads if config.kv_heads == config.n_head else 1
     g = torch.Generator().manual_seed(0)
     for queries, keys in sorted({(EVEN, EVEN), (ODD, ODD), (ODD, ODD + (layer.window or 0))}):
         shapes = [(heads, queries), (groups, keys), (groups, keys), (heads, queries)]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_a_lost_shard_is_made_again_without_what_is_before_it(tmp_path, monkeypa
     path = write_parquet(tmp_path / "x.parquet", ["some words " * 9] * 400)
     out = tmp_path / "out"
     whole = run_fineweb(path, out)
-    tokenise = build._tokenise
+    tokenise = build.tokenise
     tokenised = []
 
     def counted(*arguments):
@@ -53,20 +54,29 @@ def test_a_lost_shard_is_made_again_without_what_is_before_it(tmp_path, monkeypa
             tokenised.append(len(tokens))
             yield state, tokens
 
-    monkeypatch.setattr(build, "_tokenise", counted)
+    monkeypatch.setattr(fineweb, "tokenise", counted)
     lose(max(out.glob("*train*.bin")))
     assert run_fineweb(path, out) == whole
     assert len(tokens_in(out)) == 8000
     assert 1000 <= sum(tokenised) < 1700
 
 
-def test_few_long_pieces_wait_for_a_worker(monkeypatch):
+def test_a_worker_takes_one_piece_at_once(monkeypatch):
+    """So that long documents take little memory; reading starts again where a batch begins."""
     monkeypatch.setattr(build, "PIECE_CHARS", 10)
-    pieces = [None, "x" * 6, "x" * 6, None, "x" * 12, *[None, "x"] * 5]
-    tasks = list(build.group(pieces))
-    assert [len(task) for task in tasks] == [3, 2, 8, 2]
-    assert sum(tasks, []) == pieces
-    assert list(build.group([])) == []
+    batches = [["x" * 6, "x" * 12], [], ["x" * 9 + " x" * 9, "x"]]
+
+    def read(first):
+        return enumerate(batches[first:], first)
+
+    options = Namespace(tokenizer="bytes", workers=2)
+    pieces = list(build.tokenise([read], options, 0, None))
+    assert [len(tokens) for _, tokens in pieces] == [7, 13, 12, 10, 6, 2]
+    assert [state for state, _ in pieces] == [(0, 0), None, (0, 2), None, None, None]
+    tokens = np.concatenate([tokens for _, tokens in pieces])
+    documents = ["".join(document) for batch in batches for document in batch]
+    assert np.array_equal(tokens, expected_tokens(documents, "bytes"))
+    assert list(build.tokenise([], options, 0, None)) == []
 
 
 def test_meta_has_the_checksum_of_every_shard(corpus, tmp_path):

@@ -202,7 +202,7 @@ def test_too_little_is_refused(data_dir):
     with pytest.raises(UserError, match=message):
         open_loader(data_dir, 20, seed=0)
     loader = TokenLoader(data_dir, Batching(64, 1, 0), 1050)
-    with pytest.raises(UserError, match=f"{data_dir}: 50 .*val_tokens = 1000, .* takes 65"):
+    with pytest.raises(UserError, match=f"{data_dir}: 49 .*val_tokens = 1000, .* takes 64"):
         loader.validation_batches(1000, 1)
 
 

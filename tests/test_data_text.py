@@ -243,7 +243,7 @@ def test_a_large_file_takes_little_memory(tmp_path):
     tracemalloc.start()
     ((train,), (val,)) = text.divide(*inspect(("x.txt", path)))
     for source in (train, val):
-        for _, (document,) in text.reader([source])(None):
+        for _, (document,) in text.numbered(source, 0):
             assert max(map(len, document)) < 2 * text.CHUNK_CHARS
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

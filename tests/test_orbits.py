@@ -1,7 +1,5 @@
 """Simulated orbits: the mechanics against a numerical integration, the draws, the sequences."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -60,8 +58,8 @@ def test_a_numerical_integration_gives_the_same_orbit_over_a_hundred_periods():
     # velocities at the start: a derivative of eighth order
     step = 1e-4
     weights = [4 / 5, -1 / 5, 4 / 105, -1 / 280]
-    forwards = replace(system, time_step=step)
-    backwards = replace(system, time_step=-step)
+    forwards = system._replace(time_step=step)
+    backwards = system._replace(time_step=-step)
     (after,) = positions([forwards], 5)
     (before,) = positions([backwards], 5)
     velocity = np.tensordot(weights, after[1:] - before[1:], 1) / step
@@ -97,8 +95,7 @@ def test_the_star_of_several_planets_stands_still_where_one_of_its_orbits_begins
     star = at[:, -1]
     assert at.shape == (250, 4, 2)
     assert (star == star[0]).all()
-    first_planet = replace(
-        system,
+    first_planet = system._replace(
         masses=system.masses[[0, -1]],
         axes=system.axes[:1],
         eccentricities=system.eccentricities[:1],
@@ -176,7 +173,7 @@ def test_pairs_are_drawn_with_the_lighter_body_first():
 
 @pytest.mark.parametrize("bins", [500, 7000])
 def test_a_sequence_is_a_time_step_and_the_bodies_in_turns(bins):
-    wide = replace(MANY[0], axes=MANY[0].axes * 100)
+    wide = MANY[0]._replace(axes=MANY[0].axes * 100)
     for system in (*MANY[:5], wide):
         (sequence,) = orbits.tokenise([system], bins, 1000)
         assert sequence.shape == (1000, 2)
@@ -254,7 +251,7 @@ def test_an_epoch_and_the_validation_have_each_system_once():
 
 def test_too_few_systems_are_refused():
     loader = open_loader()
-    with pytest.raises(UserError, match="val_tokens = 30, but one system takes 31"):
+    with pytest.raises(UserError, match="1 to 2 planets: 30 .*val_tokens = 30, .* takes 31"):
         loader.validation_batches(30, 4)
     with pytest.raises(UserError, match="1 to 2 planets: .* 4 windows .* one batch takes 8"):
         open_loader(systems=4)
