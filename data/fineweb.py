@@ -7,6 +7,7 @@ After an interruption, the same command resumes after the last whole shard.
 """
 
 import argparse
+import gc
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -72,13 +73,19 @@ def open_dataset(
         """Yield batches of a file's documents from a row on, each with its first row."""
         path = paths[index]
         with reading(path):
-            file = dataset.shard(dataset.num_shards, index)
-            for batch in file.skip(row).iter(BATCH):
-                rows = []
-                for number, text in enumerate(batch[column], row):
-                    rows.append((f"{path}, row {number}", text))
-                yield row, list(args.rules.documents(rows))
-                row += len(rows)
+            file = dataset.shard(dataset.num_shards, index).skip(row)
+            batches = file.iter(BATCH)
+            try:
+                for batch in batches:
+                    rows = []
+                    for number, text in enumerate(batch[column], row):
+                        rows.append((f"{path}, row {number}", text))
+                    yield row, list(args.rules.documents(rows))
+                    row += len(rows)
+            finally:
+                # a reader that outlives Python aborts the process (apache/arrow issue 45214)
+                batches.close()
+                gc.collect()
 
     files = [partial(read, index) for index in range(dataset.num_shards)]
     return files, sizes, content
