@@ -39,7 +39,6 @@ import itertools
 import shlex
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,30 +53,15 @@ from scripts.common.command_line import lengths_of
 from scripts.common.labels import shortened
 from scripts.recall import RecallOptions
 from scripts.reproduce import beside, kinds, metrics, pictures
-from scripts.reproduce.entries import (
-    ADAPTIVE_TEMPERATURE,
-    FILES,
-    FREE,
-    NTK16,
-    PLAIN_ROPE,
-    ROPE_SCALINGS,
-    Entry,
-    Scale,
-    config_entry,
-    open_scale,
-    windows,
-)
+from scripts.reproduce.entries import FREE, Entry, Scale, open_scale, windows
 from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import carry_out, work_parser
 
 # Settings that entries may differ in: losses on other data or at other lengths cannot be compared.
 COMPARABLE = {*names("attention", "model", "optimisation")} - {"block_size", "seed"}
 FIXED = (*names("data"), "block_size")
-# How the run of CONFIG.py:VIEW may be evaluated. RoPE scaling "none" is called plain_rope.
-SCALINGS = [view for name, view in ROPE_SCALINGS.items() if name != "none"]
-VIEWS = {view.name: view for view in (*SCALINGS, NTK16, PLAIN_ROPE, ADAPTIVE_TEMPERATURE)}
-
-
+# How the run of CONFIG.py:VIEW may be evaluated.
+VIEWS = ("linear", "ntk", "dynamic_ntk", "yarn", "ntk16", "plain_rope", "adaptive_temperature")
 NOTHING = "nothing to compare: give two configs, or a setting two values: --p=3,5"
 
 
@@ -161,17 +145,13 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
 
 def parse_entry(text: str) -> Entry:
     """Return the entry of CONFIG.py or CONFIG.py:VIEW. Raises UserError for an unknown view."""
-    file = Path(text)
-    view = None
+    view = ""
     if ".py:" in text:
-        path, _, name = text.rpartition(":")
-        if name not in VIEWS:
-            raise UserError(f"{text}: {name!r} must be one of {', '.join(VIEWS)}")
-        file = Path(path)
-        view = VIEWS[name]
-    if FILES.get(file.stem) == file.resolve():
-        return replace(config_entry(file.stem), view=view)
-    return Entry(file.stem, file, scaled=partial(windows, file), view=view)
+        text, _, view = text.rpartition(":")
+        if view not in VIEWS:
+            raise UserError(f"{text}: {view!r} must be one of {', '.join(VIEWS)}")
+    file = Path(text)
+    return Entry(file.stem, file, view=view)
 
 
 def with_settings(entry: Entry, settings: dict[str, Any]) -> Entry:
@@ -268,7 +248,7 @@ def require_fixed(name: str, config: Config, scale: Config) -> None:
 def last_validation(title: str, entries: tuple[Entry, ...]) -> Experiment:
     """Compare the last validation losses in training. Raises UserError for an entry with a view."""
     for entry in entries:
-        if entry.view is not None:
+        if entry.view:
             raise UserError(f"{entry.name}: orbits are compared by their last validation alone")
     return Experiment(
         title=title,

@@ -155,7 +155,6 @@ def changed(runs: Sequence[PlannedRun]) -> list[str]:
 
 def cost(runs: Sequence[PlannedRun]) -> str:
     """Say how many runs and tokens are left to train."""
-    runs = with_bases(runs)
     left = [run for run in runs if not run.finished]
     if not left:
         return f"to train: nothing, all {len(runs)} runs are done"
@@ -174,7 +173,7 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
     stop the others. A run that train.py rejects does.
     """
     failures: list[str] = []
-    left = with_bases(runs)
+    left = list(runs)
     while True:
         left = [run for run in left if not run.finished]
         if not left:

@@ -126,60 +126,59 @@ def together(table: dict) -> Figure:
     return over_length(table, panels)
 
 
-Places = Callable[[Entry], Mapping[str, str]]  # title of a panel -> the entry's label in it
+# (name of a row, row) -> title of a panel -> the row's label in it
+Places = Callable[[str, dict], Mapping[str, str]]
 
 
-def grouped(entries: Sequence[Entry], places: Places) -> Callable[[dict], Figure]:
-    """Draw the entries in several panels; an entry may be in more than one."""
+def grouped(places: Places) -> Callable[[dict], Figure]:
+    """Draw the rows in several panels; a row may be in more than one."""
 
     def draw(table: dict) -> Figure:
         panels: dict[str, dict[str, dict]] = {}
-        for entry in entries:
-            if entry.name in table["rows"]:
-                for title, label in places(entry).items():
-                    panels.setdefault(title, {})[label] = table["rows"][entry.name]
+        for name, row in table["rows"].items():
+            for title, label in places(name, row).items():
+                panels.setdefault(title, {})[label] = row
         return over_length(table, panels)
 
     return draw
 
 
-def by_run(entry: Entry) -> dict[str, str]:
-    """Place an entry in the panel of its run, under the name of its view."""
-    if entry.view is None:
-        return {entry.run: "as trained"}
-    return {entry.run: entry.view.name}
+def by_run(name: str, row: dict) -> dict[str, str]:
+    """Place a row in the panel of its run, under the name of its view."""
+    run, _, view = name.partition(":")
+    return {run: view or "as trained"}
 
 
-def by_stage(entry: Entry) -> dict[str, str]:
-    """Place an entry in the panel of its p, under the name of its variant."""
-    variant = entry.config.attention
-    p = entry.config.p
+def variant_and_p(name: str, row: dict) -> tuple[str, float | None]:
+    """Return the variant of a row, and the p that re-weights it, which its name may end with."""
+    p = row["runs"][0]["evaluation"]["p"]
+    return name if p is None else name.removesuffix(f"_p{p:g}"), p
+
+
+def by_stage(name: str, row: dict) -> dict[str, str]:
+    """Place a row in the panel of its p, under the name of its variant."""
+    variant, p = variant_and_p(name, row)
     if p is None:
         return {"not re-weighted": variant}
     return {f"re-weighted, p = {p:g}": variant}
 
 
 def by_kind(kinds: Mapping[str, Sequence[Entry]]) -> Places:
-    """Place an entry in the panel of each of its kinds."""
+    """Place a row in the panel of each of its kinds."""
     names = {kind: [entry.name for entry in entries] for kind, entries in kinds.items()}
-    return lambda entry: {kind: entry.name for kind in names if entry.name in names[kind]}
+    return lambda name, row: {kind: name for kind in names if name in names[kind]}
 
 
 Normalisers = Mapping[str, Mapping[str, Entry]]  # normaliser -> name of positions -> entry
 
 
-def recall(normalisers: Normalisers, others: Sequence[Entry]) -> Draw:
+def recall(normalisers: Normalisers) -> Draw:
     """Draw normalisers by positions at 16x, and curves by length, where all seeds learned."""
-    entries = []
     places = {}
     for normaliser, by_positions in normalisers.items():
         for positions, entry in by_positions.items():
-            entries.append(entry)
             places[entry.name] = {positions: normaliser}
-    for entry in others:
-        entries.append(entry)
-        places[entry.name] = {"others": entry.name}
-    by_length = grouped(entries, lambda entry: places[entry.name])
+    by_length = grouped(lambda name, row: places.get(name, {"others": name}))
 
     def draw(table: dict) -> Pictures:
         rows = table["rows"]
@@ -216,29 +215,24 @@ def recall_at_16x(
     return heat_map(title, shares, across, table["unit"], "", "")
 
 
-def loss_over_p(sweeps: Mapping[str, Mapping[int, Entry]]) -> Draw:
-    """Draw a panel for each {variant: {p: entry}}, a curve over p for each column but the gain."""
-
-    def draw(table: dict) -> Pictures:
-        panels: dict[str, list[Curve]] = {}
-        for variant, by_p in sweeps.items():
-            rows = {}
-            for p, entry in by_p.items():
-                if entry.name in table["rows"]:
-                    rows[p] = table["rows"][entry.name]
-            if not rows:
-                continue
-            panels[variant] = []
-            for i, column in enumerate(table["columns"]):
-                if table["better"][i] == "lower":
-                    mean = [row["mean"][i] for row in rows.values()]
-                    deviation = [row["deviation"][i] for row in rows.values()]
-                    panels[variant].append(with_band(table, column, list(rows), mean, deviation))
-        if not panels:
-            return {}
-        return draw_curves(panels, "p", table["unit"], "x")
-
-    return draw
+def loss_over_p(table: dict) -> Pictures:
+    """Draw a panel for each variant, a curve over p for each column but the gain."""
+    variants: dict[str, dict[float, dict]] = {}
+    for name, row in table["rows"].items():
+        variant, p = variant_and_p(name, row)
+        if p is not None:
+            variants.setdefault(variant, {})[p] = row
+    if not variants:
+        return {}
+    panels: dict[str, list[Curve]] = {}
+    for variant, rows in variants.items():
+        panels[variant] = []
+        for i, column in enumerate(table["columns"]):
+            if table["better"][i] == "lower":
+                mean = [row["mean"][i] for row in rows.values()]
+                deviation = [row["deviation"][i] for row in rows.values()]
+                panels[variant].append(with_band(table, column, list(rows), mean, deviation))
+    return draw_curves(panels, "p", table["unit"], "x")
 
 
 # ---- the first seed ----

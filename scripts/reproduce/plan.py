@@ -11,7 +11,7 @@ from data.tasks import TASKS
 from layers.build import build_model
 from runtime.device import PEAK_FLOPS, open_device
 from scripts.benchmark import prepare, timed_step
-from scripts.common.planned import PlannedRun, processes_of, with_bases
+from scripts.common.planned import PlannedRun, processes_of
 from scripts.common.tables import print_table
 
 # The work of the measured step on a CPU: 512 tokens at 124M parameters. With 512 tokens of a small
@@ -37,7 +37,7 @@ def print_entries(names: Sequence[str], columns: Sequence[str], paper: dict[str,
 
 def print_price(runs: Sequence[PlannedRun], out: Path) -> None:
     """Print which data are missing, and the disk and the hours of the runs that are left."""
-    left = [run for run in with_bases(runs) if not run.finished]
+    left = [run for run in runs if not run.finished]
     folders = [run.config.data_dir for run in left if TASKS[run.config.task].reads_shards]
     for folder in dict.fromkeys(folders):
         if not Path(folder).exists():
