@@ -229,7 +229,7 @@ def with_beside(experiment: Experiment, scale: Scale, options: argparse.Namespac
         return replace(experiment, beside=table)
     if table is None:
         raise UserError(NOTHING)
-    title = f"{experiment.entries[0].name} beside {table.folder}"
+    title = f"{experiment.entries[0].name} beside {table['folder']}"
     return replace(experiment, beside=table, baseline="", title=title)
 
 

@@ -124,7 +124,7 @@ def test_runs_of_other_processes_are_left_to_them(tmp_path, monkeypatch, capsys)
 
     def run(name, base=None):
         config = small_config("softmax.py", f"--out_dir={tmp_path / name}")
-        return planned.PlannedRun(name, config, [name], base)
+        return planned.PlannedRun(config, [name], base)
 
     trained = []
 
@@ -135,7 +135,7 @@ def test_runs_of_other_processes_are_left_to_them(tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(planned, "call", call)
     monkeypatch.setattr(planned, "POLL_SECONDS", 0.01)
-    finished = property(lambda self: self.name in trained and self.name != "second")
+    finished = property(lambda self: self.folder.name in trained and self.folder.name != "second")
     monkeypatch.setattr(planned.PlannedRun, "finished", finished)
     failures = []
     first = run("first")

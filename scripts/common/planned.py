@@ -23,9 +23,8 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to train: its name, its settings as a config and as arguments of train.py."""
+    """A run to train: its settings, as a config and as arguments of train.py."""
 
-    name: str
     config: Config
     arguments: list[str]
     base: "PlannedRun | None" = None  # the run whose final weights it starts from

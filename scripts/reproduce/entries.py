@@ -219,7 +219,7 @@ class Scale:
             settings["init_from"] = base.folder
         assignments = [f"--{key}={value}" for key, value in settings.items()]
         arguments = [*self.arguments, *files, *assignments]
-        return PlannedRun(entry.run, load_config(arguments), arguments, base)
+        return PlannedRun(load_config(arguments), arguments, base)
 
 
 def open_scale(name: str, out: str, task: str = "language", settings: Sequence[str] = ()) -> Scale:

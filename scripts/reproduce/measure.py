@@ -1,8 +1,8 @@
 """How the values of a table are made: measured on runs, read from their files, or computed."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -32,11 +32,9 @@ def lengths(multiples: Sequence[float], config: Config) -> tuple[int, ...]:
     return tuple(at(multiple, config) for multiple in multiples)
 
 
-class Beside(NamedTuple):
-    """A committed table whose rows are shown beside those of an experiment."""
-
-    folder: str
-    table: dict
+def up_to_16x(table: dict) -> int:
+    """Return the column of the longest length, up to 16 times the training length."""
+    return bisect_right(table["multiples"], 16) - 1
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Experiment:
     note: str = ""
     remarks: Callable[[dict], Sequence[str]] = lambda table: ()  # sentences on a table
     baseline: str = ""  # the entry that the others are compared with, seed by seed
-    beside: Beside | None = None
+    beside: dict | None = None  # a committed table, with its folder, whose rows are shown too
 
     def multiples_at(self, config: Config) -> Multiples:
         """The columns that are lengths, in multiples of the training length."""

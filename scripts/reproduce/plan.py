@@ -61,7 +61,7 @@ def print_price(runs: Sequence[PlannedRun], out: Path) -> None:
     sentence = f"training takes {flop:.1e} FLOP: "
     if TASKS[left[0].config.task].tokens_per_position == 1:
         hours = flop / measured_flops(left[0].config) / 3600
-        sentence += f"{duration(hours)} of this machine, by a step of {left[0].name}; "
+        sentence += f"{duration(hours)} of this machine, by a step of {left[0].config.name}; "
     else:
         sentence += "no step of this task is timed here; "
     a100_hours = flop / (0.4 * PEAK_FLOPS["A100"]) / 3600

@@ -328,9 +328,9 @@ def how_measured(runs: list[dict]) -> str:
     for evaluation in evaluations:
         errors += [error for error in evaluation.get("standard_error", []) if error is not None]
     if errors:
-        low = min(errors)
-        high = max(errors)
-        facts.append(f"with a standard error over the text of {low:.4f} to {high:.4f}")
+        facts.append(
+            f"with a standard error over the text of {min(errors):.4f} to {max(errors):.4f}"
+        )
     commits = []
     for environment in environments:
         if environment["commit"]:

@@ -5,6 +5,7 @@ A new table is a new entry of EXPERIMENTS.
 
 import math
 import statistics
+from bisect import bisect_left
 from dataclasses import replace
 
 from config import Config
@@ -271,17 +272,10 @@ def entropy_by_keys(measured: dict) -> list[float]:
     """
     keys, means = entropies(measured)
     trained = measured["trained_length"]
-    columns = []
-    for multiple in ENTROPY_AT:
-        power = (round(multiple * trained) - 1).bit_length()
-        columns.append(means[power - 1])
-    logs = []
-    entropies_beyond = []
-    for n, mean in zip(keys, means, strict=True):
-        if n >= trained:
-            logs.append(math.log(n))
-            entropies_beyond.append(mean)
-    slope = statistics.linear_regression(logs, entropies_beyond).slope
+    columns = [means[bisect_left(keys, multiple * trained)] for multiple in ENTROPY_AT]
+    first = bisect_left(keys, trained)
+    logs = [math.log(n) for n in keys[first:]]
+    slope = statistics.linear_regression(logs, means[first:]).slope
     return [*columns, slope]
 
 
