@@ -51,6 +51,7 @@ from layers.heads import check_attention
 from runtime.config_files import load_config, parse, read_file, require_known_setting, shown
 from scripts.common.command_line import lengths_of
 from scripts.common.labels import shortened
+from scripts.eval_length import UNIT
 from scripts.recall import RecallOptions
 from scripts.reproduce import beside, kinds, metrics, pictures
 from scripts.reproduce.entries import FREE, Entry, Scale, open_scale, windows
@@ -69,10 +70,16 @@ NOTHING = "nothing to compare: give two configs, or a setting two values: --p=3,
 def main() -> None:
     parser = work_parser("scripts.compare", __doc__, "settings: python train.py --help")
     parser.usage = "%(prog)s CONFIG.py[:VIEW] ... --scale SCALE [--SETTING=VALUE,VALUE ...]"
-    help = "lengths in tokens, besides the training length (default: its multiples)"
-    parser.add_argument("--lengths", type=lengths_of, help=help)
-    help = "folder of a table.json to show too, or none (default: a comparable committed table)"
-    parser.add_argument("--beside", metavar="FOLDER", help=help)
+    parser.add_argument(
+        "--lengths",
+        type=lengths_of,
+        help="lengths in tokens, besides the training length (default: its multiples)",
+    )
+    parser.add_argument(
+        "--beside",
+        metavar="FOLDER",
+        help="folder of a table.json to show too, or none (default: a comparable committed table)",
+    )
     options, rest = parser.parse_known_args()
     configs = [text for text in rest if not text.startswith("--")]
     free, grid = read_settings([text for text in rest if text.startswith("--")])
@@ -115,9 +122,9 @@ def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
 def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[Entry, ...]:
     """Combine each config with each combination of the settings' values.
 
-    Raises UserError for a combination that cannot be trained, such as lssar with p = None, for
-    settings in which entries may not differ, for an unknown view, and where two entries have one
-    name.
+    Raises UserError for a combination that cannot be trained, such as lssar with p = None, or
+    compared, for settings in which entries may not differ, for an unknown view, and where two
+    entries have one name.
     """
     values = []
     for key, texts in grid.items():
@@ -139,7 +146,9 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
                     f"two entries are called {entry.name}: rename a file, or drop a value"
                 )
             entries[entry.name] = entry
-            check_attention(scale.run(entry, 0).config)
+            config = scale.run(entry, 0).config
+            check_attention(config)
+            require_fixed(entry.name, config, scale.config)
     return tuple(entries.values())
 
 
@@ -178,16 +187,13 @@ def scaled_windows(scale: Scale, entries: tuple[Entry, ...]) -> list[str]:
 def compared(
     scale: Scale, entries: tuple[Entry, ...], task: str, lengths: tuple[int, ...] | None
 ) -> Experiment:
-    """Choose the measurement by the task. Raises UserError for entries that cannot be compared."""
+    """Choose the measurement by the task. Raises UserError without entries, and for a bad view."""
     if not entries:
         raise UserError(NOTHING)
-    configs = {entry.name: scale.run(entry, 0).config for entry in entries}
-    for name, config in configs.items():
-        require_fixed(name, config, scale.config)
     if lengths:
         trained = scale.config.block_size
         multiples = tuple(length / trained for length in sorted({trained, *lengths}))
-    elif any(config.positions == "learned" for config in configs.values()):
+    elif any(scale.run(entry, 0).config.positions == "learned" for entry in entries):
         multiples = (1,)
     elif task == "recall":
         multiples = RecallOptions.multiples
@@ -252,7 +258,7 @@ def last_validation(title: str, entries: tuple[Entry, ...]) -> Experiment:
             raise UserError(f"{entry.name}: orbits are compared by their last validation alone")
     return Experiment(
         title=title,
-        unit=kinds.LOSS,
+        unit=UNIT,
         entries=entries,
         multiples=(1,),
         read=metrics.last_validation,

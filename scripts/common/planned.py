@@ -177,8 +177,7 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
         left = [run for run in left if not run.finished]
         if not left:
             return failures + changed(runs)  # such as by an edit since the first was trained
-        unfinished = {run.folder for run in left}
-        ready = [run for run in left if run.base is None or run.base.folder not in unfinished]
+        ready = [run for run in left if run.base not in left]
         run = next((run for run in ready if not is_locked(run.folder)), None)
         if run is None:
             print(f"{ready[0].folder}: another process is training this run; waiting for it")

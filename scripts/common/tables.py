@@ -71,19 +71,15 @@ def paired(entry: dict, baseline: dict) -> dict:
     for run in entry["runs"]:
         if run["seed"] not in references:
             continue
-        values: list[float | None] = []
-        for value, reference in zip(run["values"], references[run["seed"]], strict=True):
-            if value is None or reference is None:
-                values.append(None)
-            else:
-                values.append(value - reference)
+        pairs = zip(run["values"], references[run["seed"]], strict=True)
+        values = [None if None in pair else pair[0] - pair[1] for pair in pairs]
         differences.append({"seed": run["seed"], "values": values})
     return summarise(differences)
 
 
 def spread(entry: dict, column: int) -> float | None:
     """The range over seeds; None for a single seed, or without a value."""
-    if len(entry["runs"]) < 2 or entry["mean"][column] is None:
+    if entry["deviation"][column] is None:
         return None
     return entry["high"][column] - entry["low"][column]
 

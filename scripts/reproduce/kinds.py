@@ -11,7 +11,7 @@ from scripts.common.papers import LSSAR
 from scripts.common.tables import cell, summarise
 from scripts.common.validation import accuracies
 from scripts.downstream import DOWNSTREAM, DownstreamOptions
-from scripts.eval_length import EVAL_LENGTH, LossOptions, gain, smoothed
+from scripts.eval_length import EVAL_LENGTH, UNIT, LossOptions, gain, smoothed
 from scripts.passkey import PASSKEY, PasskeyOptions
 from scripts.recall import LEARNED, PERCENT, RECALL, RecallOptions, learned
 from scripts.reproduce import pictures
@@ -19,7 +19,6 @@ from scripts.reproduce.entries import Entry, config_entries
 from scripts.reproduce.measure import Experiment, Multiples, at, lengths, up_to_16x
 from scripts.reproduce.pictures import SLIDING, Draw
 
-LOSS = "validation loss (nats per token)"
 GAIN = "gain from context"
 MULTIPLES = (1, 2, 4, 8, 16)  # of the training length, in most tables
 SOFTMAX_AND_LSSAR = config_entries("softmax", "lssar_p15")
@@ -47,7 +46,7 @@ def loss(
 
     return Experiment(
         title=title,
-        unit=LOSS,
+        unit=UNIT,
         entries=entries,
         multiples=multiples,
         better="lower",
@@ -267,8 +266,7 @@ def recall_remarks(table: dict) -> list[str]:
 
 def chance_sentence(table: dict) -> str:
     """State how often a model is right that matches no key."""
-    chance = pictures.level_of_chance(table)
-    assert chance is not None  # of every table of recall
+    (chance,) = pictures.level_of_chance(table)
     meaning = chance.label.removeprefix("chance: ")
     levels = [f"{level:.1f}" for level in chance.y]
     if len(set(levels)) == 1:

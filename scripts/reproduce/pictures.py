@@ -16,7 +16,6 @@ from scripts.reproduce.entries import Entry
 from scripts.reproduce.measure import Pictures
 
 SLIDING = "sliding window of at most 1x"
-PAPER = "the paper's"
 LENGTH = "tokens, in multiples of the training length"
 
 Draw = Callable[[dict], Pictures]
@@ -25,28 +24,15 @@ Draw = Callable[[dict], Pictures]
 # ---- means over seeds, and their standard deviation ----
 
 
-def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure:
-    """Draw values over length in panels {title: {label: summary over seeds}}; controls are thin.
-
-    In a table of recall the level of chance is a dashed line. Committed rows are behind the others.
-    """
+def curves_of(table: dict, label: str, summary: dict) -> list[Curve]:
+    """Return the curve over length of a summary over seeds, and of its control, which is thin."""
     x = table["multiples"]
-    chance = level_of_chance(table)
-    difference = difference_title(table)
-    curves: dict[str, list[Curve]] = {}
-    for title, summaries in panels.items():
-        curves[title] = curves_beside(table) if title not in (PAPER, difference) else []
-        for label, summary in summaries.items():
-            mean = summary["mean"][: len(x)]
-            curves[title].append(with_band(table, label, x, mean, summary["deviation"][: len(x)]))
-            control = control_losses(table, summary.get("runs", []))
-            if control:
-                curves[title].append(Curve(label, x, control, thin=True))
-        if chance is not None and title != difference:
-            curves[title].append(chance)
-    # nats per token of two tokenizers, and differences, have scales of their own
-    sharey = difference not in panels and (PAPER not in panels or table["same_tokens"])
-    return draw_curves(curves, LENGTH, table["unit"], "x", THIN, sharey=sharey)
+    mean = summary["mean"][: len(x)]
+    curves = [with_band(table, label, x, mean, summary["deviation"][: len(x)])]
+    control = control_losses(table, summary.get("runs", []))
+    if control:
+        curves.append(Curve(label, x, control, thin=True))
+    return curves
 
 
 def curves_beside(table: dict) -> list[Curve]:
@@ -60,10 +46,6 @@ def curves_beside(table: dict) -> list[Curve]:
     for row in rows:
         curves.append(Curve(label, x, row["mean"][: len(x)], behind=True))
     return curves
-
-
-def difference_title(table: dict) -> str:
-    return f"minus {table['baseline']}, with the same seed"
 
 
 def with_band(
@@ -98,32 +80,40 @@ def control_losses(table: dict, runs: Sequence[dict]) -> list[float]:
     return [statistics.mean(column) for column in zip(*losses, strict=True)]
 
 
-def level_of_chance(table: dict) -> Curve | None:
-    """Return the accuracy of a model that matches no key, or None if the table is not of recall."""
+def level_of_chance(table: dict) -> list[Curve]:
+    """Return the accuracy of a model that matches no key; nothing if the table is not of recall."""
     measured = next(iter(first_seeds(table).values()))
     if "recall" not in measured:
-        return None
+        return []
     label = f"chance: {chance_label(measured['recall'])}"
     levels = chances(measured, lengths_of(table))
-    return Curve(label, table["multiples"], levels, reference=True)
+    return [Curve(label, table["multiples"], levels, reference=True)]
 
 
 def together(table: dict) -> Figure:
-    """Draw a panel of all entries, one of the paper's values, and one of the differences."""
-    rows = table["rows"]
-    paper = {}
-    differences = {}
-    for name, row in rows.items():
+    """Draw a panel of all entries, one of the paper's values, and one of the differences.
+
+    The level of chance is a dashed line. Committed rows are behind the entries.
+    """
+    own = curves_beside(table)
+    paper = []
+    differences = []
+    for name, row in table["rows"].items():
+        own += curves_of(table, name, row)
         if row["paper"]:
-            paper[name] = {"mean": row["paper"], "deviation": []}
+            paper += curves_of(table, name, {"mean": row["paper"], "deviation": []})
         if "difference" in row:
-            differences[name] = row["difference"]
-    panels = {f"scale {table['scale']}": rows}
+            differences += curves_of(table, name, row["difference"])
+    chance = level_of_chance(table)
+    panels = {f"scale {table['scale']}": own + chance}
+    sharey = True
     if paper:
-        panels[PAPER] = paper
+        panels["the paper's"] = paper + chance
+        sharey = table["same_tokens"]  # nats per token of two tokenizers have other scales
     if differences:
-        panels[difference_title(table)] = differences
-    return over_length(table, panels)
+        panels[f"minus {table['baseline']}, with the same seed"] = differences
+        sharey = False
+    return draw_curves(panels, LENGTH, table["unit"], "x", THIN, sharey=sharey)
 
 
 # (name of a row, row) -> title of a panel -> the row's label in it
@@ -134,11 +124,14 @@ def grouped(places: Places) -> Callable[[dict], Figure]:
     """Draw the rows in several panels; a row may be in more than one."""
 
     def draw(table: dict) -> Figure:
-        panels: dict[str, dict[str, dict]] = {}
+        panels: dict[str, list[Curve]] = {}
         for name, row in table["rows"].items():
             for title, label in places(name, row).items():
-                panels.setdefault(title, {})[label] = row
-        return over_length(table, panels)
+                panels.setdefault(title, []).extend(curves_of(table, label, row))
+        chance = level_of_chance(table)
+        for curves in panels.values():
+            curves.extend(chance)
+        return draw_curves(panels, LENGTH, table["unit"], "x", THIN)
 
     return draw
 

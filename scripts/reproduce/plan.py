@@ -25,14 +25,13 @@ CHECKPOINT_BYTES = 12
 
 def print_entries(names: Sequence[str], columns: Sequence[str], paper: dict[str, list]) -> None:
     """Print the entries with the paper's values, in the columns where it has any."""
-    rows: list[list[str]] = [["entry"], *([name] for name in names)]
+    shown = [["entry", *names]]
     for i, column in enumerate(columns):
         values = [paper[name][i] if name in paper else None for name in names]
         if any(value is not None for value in values):
-            rows[0].append(f"the paper's {column.partition(',')[0]}")
-            for row, value in zip(rows[1:], values, strict=True):
-                row.append("–" if value is None else f"{value:g}")
-    print_table(rows)
+            cells = ["–" if value is None else f"{value:g}" for value in values]
+            shown.append([f"the paper's {column.partition(',')[0]}", *cells])
+    print_table(list(zip(*shown, strict=True)))
 
 
 def print_price(runs: Sequence[PlannedRun], out: Path) -> None:

@@ -351,11 +351,8 @@ def copied(measured: dict) -> list[float | None]:
     lags = sorted(int(lag) for lag in measured["parts"])
     worths: list[float | None] = []
     for lag in lags:
-        if shares.get(lag) == "hurt":
-            worths.append(None)
-        else:
-            worth, error = worth_at(measured, [lag])
-            worths.append(worth)
+        worth, _ = worth_at(measured, [lag])
+        worths.append(None if shares.get(lag) == "hurt" else worth)
     share = shares[lags[-1]]
     return [*worths, None if isinstance(share, str) else share]
 
