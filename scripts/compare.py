@@ -154,12 +154,13 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
 
 def parse_entry(text: str) -> Entry:
     """Return the entry of CONFIG.py or CONFIG.py:VIEW. Raises UserError for an unknown view."""
+    path = text
     view = ""
     if ".py:" in text:
-        text, _, view = text.rpartition(":")
+        path, _, view = text.rpartition(":")
         if view not in VIEWS:
             raise UserError(f"{text}: {view!r} must be one of {', '.join(VIEWS)}")
-    file = Path(text)
+    file = Path(path)
     return Entry(file.stem, file, view=view)
 
 

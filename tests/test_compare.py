@@ -247,7 +247,10 @@ def test_other_tasks(compared, tmp_path, task, settings, unit):
         ([SOFTMAX, TINY], ["it has val_tokens = 65536, not the scale's 256"]),
         ([SOFTMAX, LSSAR, "--scale=recal/tiny"], ["'recal/tiny' must be a file of configs/scales"]),
         ([SOFTMAX, LSSAR, "--seeds=0"], ["--seeds 0 must be at least 1"]),
-        ([SOFTMAX, f"{SOFTMAX}:plain"], ["'plain' must be one of", "plain_rope, "]),
+        (
+            [SOFTMAX, f"{SOFTMAX}:plain"],
+            [f"{SOFTMAX}:plain: 'plain' must be one of", "plain_rope, "],
+        ),
         ([SOFTMAX, "--p=3", "--p=5"], ["--p needs its values once: --p=VALUE,VALUE"]),
         ([f"{SOFTMAX}:yarn", "--positions=rope,none"], ["has positions = 'none': no RoPE"]),
         ([SOFTMAX, "--p=[3]"], ["p = [3]", "must be"]),

@@ -148,10 +148,9 @@ def markdown(table: dict, pictures: Sequence[str]) -> str:
     """The table, the differences from its baseline, its caption and its pictures."""
     columns = range(len(table["columns"]))
     head = [f"|  | n | {' | '.join(table['columns'])} |", "|---" * (len(columns) + 2) + "|"]
-    best = [best_entries(table, column) for column in columns]
     lines = [f"# {table['title']}, scale {table['scale']}", "", *head]
     for name, entry in table["rows"].items():
-        bold = [column for column in columns if name in best[column]]
+        bold = [column for column in columns if name in best_entries(table, column)]
         lines.append(markdown_row(table, f"`{name}`", entry, bold))
     if table["baseline"]:
         lines += ["", f"Minus `{table['baseline']}`, with the same seed:", "", *head]
