@@ -60,7 +60,9 @@ class Entry:
         """The name of the row: softmax, or softmax:yarn."""
         if self.label:
             return self.label
-        return f"{self.run}:{self.view}" if self.view else self.run
+        if self.view:
+            return f"{self.run}:{self.view}"
+        return self.run
 
     @cached_property
     def config(self) -> Config:
@@ -114,7 +116,10 @@ def hybrid(config: str) -> Entry:
 
 def distinct(groups: Mapping[str, Sequence[Entry]]) -> tuple[Entry, ...]:
     """Return the entries of all groups, each once."""
-    by_name = {entry.name: entry for entries in groups.values() for entry in entries}
+    by_name = {}
+    for entries in groups.values():
+        for entry in entries:
+            by_name[entry.name] = entry
     return tuple(by_name.values())
 
 

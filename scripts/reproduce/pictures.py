@@ -145,7 +145,9 @@ def by_run(name: str, row: dict) -> dict[str, str]:
 def variant_and_p(name: str, row: dict) -> tuple[str, float | None]:
     """Return the variant of a row, and the p that re-weights it, which its name may end with."""
     p = row["runs"][0]["evaluation"]["p"]
-    return name if p is None else name.removesuffix(f"_p{p:g}"), p
+    if p is None:
+        return name, None
+    return name.removesuffix(f"_p{p:g}"), p
 
 
 def by_stage(name: str, row: dict) -> dict[str, str]:
