@@ -39,7 +39,6 @@ import itertools
 import shlex
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,32 +51,18 @@ from layers.heads import check_attention
 from runtime.config_files import load_config, parse, read_file, require_known_setting, shown
 from scripts.common.command_line import lengths_of
 from scripts.common.labels import shortened
+from scripts.eval_length import UNIT
 from scripts.recall import RecallOptions
 from scripts.reproduce import beside, kinds, metrics, pictures
-from scripts.reproduce.entries import (
-    ADAPTIVE_TEMPERATURE,
-    FILES,
-    FREE,
-    NTK16,
-    PLAIN_ROPE,
-    ROPE_SCALINGS,
-    Entry,
-    Scale,
-    config_entry,
-    open_scale,
-    windows,
-)
+from scripts.reproduce.entries import FREE, Entry, Scale, open_scale, windows
 from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import carry_out, work_parser
 
 # Settings that entries may differ in: losses on other data or at other lengths cannot be compared.
 COMPARABLE = {*names("attention", "model", "optimisation")} - {"block_size", "seed"}
 FIXED = (*names("data"), "block_size")
-# How the run of CONFIG.py:VIEW may be evaluated. RoPE scaling "none" is called plain_rope.
-SCALINGS = [view for name, view in ROPE_SCALINGS.items() if name != "none"]
-VIEWS = {view.name: view for view in (*SCALINGS, NTK16, PLAIN_ROPE, ADAPTIVE_TEMPERATURE)}
-
-
+# How the run of CONFIG.py:VIEW may be evaluated.
+VIEWS = ("linear", "ntk", "dynamic_ntk", "yarn", "ntk16", "plain_rope", "adaptive_temperature")
 NOTHING = "nothing to compare: give two configs, or a setting two values: --p=3,5"
 
 
@@ -85,10 +70,16 @@ NOTHING = "nothing to compare: give two configs, or a setting two values: --p=3,
 def main() -> None:
     parser = work_parser("scripts.compare", __doc__, "settings: python train.py --help")
     parser.usage = "%(prog)s CONFIG.py[:VIEW] ... --scale SCALE [--SETTING=VALUE,VALUE ...]"
-    help = "lengths in tokens, besides the training length (default: its multiples)"
-    parser.add_argument("--lengths", type=lengths_of, help=help)
-    help = "folder of a table.json to show too, or none (default: a comparable committed table)"
-    parser.add_argument("--beside", metavar="FOLDER", help=help)
+    parser.add_argument(
+        "--lengths",
+        type=lengths_of,
+        help="lengths in tokens, besides the training length (default: its multiples)",
+    )
+    parser.add_argument(
+        "--beside",
+        metavar="FOLDER",
+        help="folder of a table.json to show too, or none (default: a comparable committed table)",
+    )
     options, rest = parser.parse_known_args()
     configs = [text for text in rest if not text.startswith("--")]
     free, grid = read_settings([text for text in rest if text.startswith("--")])
@@ -131,9 +122,9 @@ def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
 def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[Entry, ...]:
     """Combine each config with each combination of the settings' values.
 
-    Raises UserError for a combination that cannot be trained, such as lssar with p = None, for
-    settings in which entries may not differ, for an unknown view, and where two entries have one
-    name.
+    Raises UserError for a combination that cannot be trained, such as lssar with p = None, or
+    compared, for settings in which entries may not differ, for an unknown view, and where two
+    entries have one name.
     """
     values = []
     for key, texts in grid.items():
@@ -155,23 +146,22 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
                     f"two entries are called {entry.name}: rename a file, or drop a value"
                 )
             entries[entry.name] = entry
-            check_attention(scale.run(entry, 0).config)
+            config = scale.run(entry, 0).config
+            check_attention(config)
+            require_fixed(entry.name, config, scale.config)
     return tuple(entries.values())
 
 
 def parse_entry(text: str) -> Entry:
     """Return the entry of CONFIG.py or CONFIG.py:VIEW. Raises UserError for an unknown view."""
-    file = Path(text)
-    view = None
+    path = text
+    view = ""
     if ".py:" in text:
-        path, _, name = text.rpartition(":")
-        if name not in VIEWS:
-            raise UserError(f"{text}: {name!r} must be one of {', '.join(VIEWS)}")
-        file = Path(path)
-        view = VIEWS[name]
-    if FILES.get(file.stem) == file.resolve():
-        return replace(config_entry(file.stem), view=view)
-    return Entry(file.stem, file, scaled=partial(windows, file), view=view)
+        path, _, view = text.rpartition(":")
+        if view not in VIEWS:
+            raise UserError(f"{text}: {view!r} must be one of {', '.join(VIEWS)}")
+    file = Path(path)
+    return Entry(file.stem, file, view=view)
 
 
 def with_settings(entry: Entry, settings: dict[str, Any]) -> Entry:
@@ -198,16 +188,13 @@ def scaled_windows(scale: Scale, entries: tuple[Entry, ...]) -> list[str]:
 def compared(
     scale: Scale, entries: tuple[Entry, ...], task: str, lengths: tuple[int, ...] | None
 ) -> Experiment:
-    """Choose the measurement by the task. Raises UserError for entries that cannot be compared."""
+    """Choose the measurement by the task. Raises UserError without entries, and for a bad view."""
     if not entries:
         raise UserError(NOTHING)
-    configs = {entry.name: scale.run(entry, 0).config for entry in entries}
-    for name, config in configs.items():
-        require_fixed(name, config, scale.config)
     if lengths:
         trained = scale.config.block_size
         multiples = tuple(length / trained for length in sorted({trained, *lengths}))
-    elif any(config.positions == "learned" for config in configs.values()):
+    elif any(scale.run(entry, 0).config.positions == "learned" for entry in entries):
         multiples = (1,)
     elif task == "recall":
         multiples = RecallOptions.multiples
@@ -249,7 +236,7 @@ def with_beside(experiment: Experiment, scale: Scale, options: argparse.Namespac
         return replace(experiment, beside=table)
     if table is None:
         raise UserError(NOTHING)
-    title = f"{experiment.entries[0].name} beside {table.folder}"
+    title = f"{experiment.entries[0].name} beside {table['folder']}"
     return replace(experiment, beside=table, baseline="", title=title)
 
 
@@ -268,11 +255,11 @@ def require_fixed(name: str, config: Config, scale: Config) -> None:
 def last_validation(title: str, entries: tuple[Entry, ...]) -> Experiment:
     """Compare the last validation losses in training. Raises UserError for an entry with a view."""
     for entry in entries:
-        if entry.view is not None:
+        if entry.view:
             raise UserError(f"{entry.name}: orbits are compared by their last validation alone")
     return Experiment(
         title=title,
-        unit=kinds.LOSS,
+        unit=UNIT,
         entries=entries,
         multiples=(1,),
         read=metrics.last_validation,

@@ -14,7 +14,6 @@ from scripts.common.tables import summarise
 from scripts.recall import RecallOptions
 from scripts.reproduce import beside, kinds, rebuild, report
 from scripts.reproduce.entries import open_scale
-from scripts.reproduce.measure import Beside
 from tests.helpers import (
     CONFIGS,
     SMALL,
@@ -179,8 +178,8 @@ def test_a_run_with_another_rate_in_between_is_not_paired(train):
     resume = ("run", "--resume")
     train(*resume, "--max_iters=6")
     config = run_folder.read_config(run)
-    assert planned.PlannedRun("run", config, []).difference() is None
-    plan = planned.PlannedRun("run", config.replace(max_iters=9), [])
+    assert planned.PlannedRun(config, []).difference() is None
+    plan = planned.PlannedRun(config.replace(max_iters=9), [])
     train(*resume, "--max_iters=9", "--learning_rate=1e-3")
     assert plan.difference() == "learning_rate = 0.001, not 0.01"
     train(*resume, "--max_iters=9", "--learning_rate=1e-2")
@@ -248,7 +247,10 @@ def test_other_tasks(compared, tmp_path, task, settings, unit):
         ([SOFTMAX, TINY], ["it has val_tokens = 65536, not the scale's 256"]),
         ([SOFTMAX, LSSAR, "--scale=recal/tiny"], ["'recal/tiny' must be a file of configs/scales"]),
         ([SOFTMAX, LSSAR, "--seeds=0"], ["--seeds 0 must be at least 1"]),
-        ([SOFTMAX, f"{SOFTMAX}:plain"], ["'plain' must be one of", "plain_rope, "]),
+        (
+            [SOFTMAX, f"{SOFTMAX}:plain"],
+            [f"{SOFTMAX}:plain: 'plain' must be one of", "plain_rope, "],
+        ),
         ([SOFTMAX, "--p=3", "--p=5"], ["--p needs its values once: --p=VALUE,VALUE"]),
         ([f"{SOFTMAX}:yarn", "--positions=rope,none"], ["has positions = 'none': no RoPE"]),
         ([SOFTMAX, "--p=[3]"], ["p = [3]", "must be"]),
@@ -341,7 +343,7 @@ def test_committed_rows_stand_beside_a_single_config(
     assert not_blank(picture)
     # an entry takes the place of its namesake
     table["rows"]["softmax"] = table["rows"]["mine"]
-    source = Beside("results/small/committed", committed)
+    source = committed | {"folder": "results/small/committed"}
     assert list(beside.with_columns(source, table)["rows"]) == ["lssar_p15"]
 
 
@@ -407,7 +409,8 @@ def test_other_tables_can_be_named(committed, compared, recall_scale, mine, tmp_
         refused(*arguments, f"--beside={tmp_path}", says="table.json was not made by compare or")
     scale = open_scale(str(recall_scale), "out", "recall")
     folder = str(tmp_path / "results/small/committed")
-    assert beside.open_beside(folder, scale, recall_of(LENGTHS)) == Beside(folder, committed)
+    table = beside.open_beside(folder, scale, recall_of(LENGTHS))
+    assert table == committed | {"folder": folder}
 
 
 def test_another_generator_has_another_hash(monkeypatch):
@@ -429,7 +432,7 @@ def test_losses_on_other_text_are_not_shown(commit, scale, shards, tmp_path):
     experiment = kinds.loss_and_gain("", (), LENGTHS)
     same_scale = open_scale(str(scale), "out", settings=[f"--data_dir={shards}"])
     commit(same_scale, experiment, tokens=256)
-    assert find()[0].folder == "results/small/committed"
+    assert find()[0]["folder"] == "results/small/committed"
     for path in data.glob("*_train_*.bin"):
         reverse_shard(path)
     says = "which was trained on other training shards, by their hash."
@@ -444,4 +447,4 @@ def test_the_committed_tables_of_recall_are_comparable(name):
     experiment = recall_of(RecallOptions.multiples)
     table, sentence = beside.find(open_scale(name, "out", "recall"), experiment)
     assert sentence == ""
-    assert table.folder == f"results/{name}/recall"
+    assert table["folder"] == f"results/{name}/recall"

@@ -30,9 +30,7 @@ from scripts.reproduce.entries import (
     config_entry,
     hybrid,
     open_scale,
-    with_alibi,
     with_p,
-    without_positions,
 )
 from scripts.reproduce.plan import duration
 from tests.helpers import measured_losses, not_blank, read_table, small_config
@@ -126,7 +124,7 @@ def test_runs_of_other_processes_are_left_to_them(tmp_path, monkeypatch, capsys)
 
     def run(name, base=None):
         config = small_config("softmax.py", f"--out_dir={tmp_path / name}")
-        return planned.PlannedRun(name, config, [name], base)
+        return planned.PlannedRun(config, [name], base)
 
     trained = []
 
@@ -137,11 +135,12 @@ def test_runs_of_other_processes_are_left_to_them(tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(planned, "call", call)
     monkeypatch.setattr(planned, "POLL_SECONDS", 0.01)
-    finished = property(lambda self: self.name in trained and self.name != "second")
+    finished = property(lambda self: self.folder.name in trained and self.folder.name != "second")
     monkeypatch.setattr(planned.PlannedRun, "finished", finished)
     failures = []
     first = run("first")
     runs = [first, run("third", run("second")), run("fourth"), run("fifth", first)]
+    runs = planned.with_bases(runs)
     with lock_folder(first.folder, "training"):
         thread = threading.Thread(target=lambda: failures.extend(planned.train(runs)))
         thread.start()
@@ -310,9 +309,10 @@ def test_an_entry_called_as_a_config_is_this_config(monkeypatch, tmp_path):
     for name, file in FILES.items():
         assert config_entry(name).file == file
     scale = open_scale("tiny", "out")
+    by_positions = tables.by_positions("softmax")
     for entry in (
-        without_positions("softmax"),
-        with_alibi("softmax"),
+        by_positions["no positions"],
+        by_positions["ALiBi"],
         hybrid("ssmax"),
         with_p("lssar", 3),
         with_p("softmax", 15),
@@ -320,8 +320,8 @@ def test_an_entry_called_as_a_config_is_this_config(monkeypatch, tmp_path):
         assert scale.run(entry, 1337).config == scale.run(config_entry(entry.run), 1337).config
     (tmp_path / "edited.py").write_text("nope_share = 0.5\nlocal_window = 128\n")
     monkeypatch.setitem(FILES, "hybrid", tmp_path / "edited.py")
-    settings = config_entry("hybrid").scaled(open_scale("tiny", "out").config)
-    assert settings == {"local_window": 128 * 128 // 1024}
+    for entry in (config_entry("hybrid"), hybrid("ssmax")):
+        assert scale.run(entry, 1337).config.local_window == 128 * 128 // 1024
 
 
 def test_a_run_takes_as_many_gpus_as_divide_its_batch(monkeypatch):

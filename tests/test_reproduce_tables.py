@@ -235,7 +235,7 @@ def test_heads_whose_queries_are_all_dead_have_no_entropy():
 
 def run_in(folder):
     config = small_config("softmax.py", f"--out_dir={folder}")
-    return PlannedRun("softmax", config, arguments=[])
+    return PlannedRun(config, arguments=[])
 
 
 def test_learnt_p_is_fitted_without_p_1(tmp_path):

@@ -324,7 +324,7 @@ def test_a_measurement_with_another_tokenizer_is_not_taken(likeliest, words_file
 
 def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
     config = run_folder.read_config(run)
-    planned = PlannedRun("lssar", config.replace(out_dir=str(run)), [])
+    planned = PlannedRun(config.replace(out_dir=str(run)), [])
     assert planned.difference() is None
     other_formula()
     assert planned.difference() == "other formulas of 'lssar' than the code has now"

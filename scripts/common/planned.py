@@ -23,9 +23,8 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to train: its name, its settings as a config and as arguments of train.py."""
+    """A run to train: its settings, as a config and as arguments of train.py."""
 
-    name: str
     config: Config
     arguments: list[str]
     base: "PlannedRun | None" = None  # the run whose final weights it starts from
@@ -155,7 +154,6 @@ def changed(runs: Sequence[PlannedRun]) -> list[str]:
 
 def cost(runs: Sequence[PlannedRun]) -> str:
     """Say how many runs and tokens are left to train."""
-    runs = with_bases(runs)
     left = [run for run in runs if not run.finished]
     if not left:
         return f"to train: nothing, all {len(runs)} runs are done"
@@ -174,13 +172,12 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
     stop the others. A run that train.py rejects does.
     """
     failures: list[str] = []
-    left = with_bases(runs)
+    left = list(runs)
     while True:
         left = [run for run in left if not run.finished]
         if not left:
             return failures + changed(runs)  # such as by an edit since the first was trained
-        unfinished = {run.folder for run in left}
-        ready = [run for run in left if run.base is None or run.base.folder not in unfinished]
+        ready = [run for run in left if run.base not in left]
         run = next((run for run in ready if not is_locked(run.folder)), None)
         if run is None:
             print(f"{ready[0].folder}: another process is training this run; waiting for it")

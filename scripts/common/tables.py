@@ -50,6 +50,7 @@ def summarise(runs: list[dict]) -> dict:
     They are None in a column where a run has no value. A single run has no deviation.
     """
     columns = list(zip(*(run["values"] for run in runs), strict=True))
+    one_run = len(runs) == 1
 
     def by_column(statistic: Callable) -> list[float | None]:
         return [None if None in values else statistic(values) for values in columns]
@@ -58,16 +59,9 @@ def summarise(runs: list[dict]) -> dict:
         "mean": by_column(statistics.mean),
         "low": by_column(min),
         "high": by_column(max),
-        "deviation": by_column(deviation),
+        "deviation": [None] * len(columns) if one_run else by_column(statistics.stdev),
         "runs": runs,
     }
-
-
-def deviation(values: Sequence[float]) -> float | None:
-    """The standard deviation; None for a single value."""
-    if len(values) == 1:
-        return None
-    return statistics.stdev(values)
 
 
 def paired(entry: dict, baseline: dict) -> dict:
@@ -77,19 +71,15 @@ def paired(entry: dict, baseline: dict) -> dict:
     for run in entry["runs"]:
         if run["seed"] not in references:
             continue
-        values: list[float | None] = []
-        for value, reference in zip(run["values"], references[run["seed"]], strict=True):
-            if value is None or reference is None:
-                values.append(None)
-            else:
-                values.append(value - reference)
+        pairs = zip(run["values"], references[run["seed"]], strict=True)
+        values = [None if None in pair else pair[0] - pair[1] for pair in pairs]
         differences.append({"seed": run["seed"], "values": values})
     return summarise(differences)
 
 
 def spread(entry: dict, column: int) -> float | None:
     """The range over seeds; None for a single seed, or without a value."""
-    if len(entry["runs"]) < 2 or entry["mean"][column] is None:
+    if entry["deviation"][column] is None:
         return None
     return entry["high"][column] - entry["low"][column]
 
@@ -157,22 +147,20 @@ def short(evaluation: dict) -> dict:
 def markdown(table: dict, pictures: Sequence[str]) -> str:
     """The table, the differences from its baseline, its caption and its pictures."""
     columns = range(len(table["columns"]))
-    head = [markdown_row("", "n", table["columns"]), "|---" * (len(columns) + 2) + "|"]
-    best = [best_entries(table, column) for column in columns]
+    head = [f"|  | n | {' | '.join(table['columns'])} |", "|---" * (len(columns) + 2) + "|"]
     lines = [f"# {table['title']}, scale {table['scale']}", "", *head]
     for name, entry in table["rows"].items():
-        cells = [cell(table, entry, column, name in best[column]) for column in columns]
-        lines.append(markdown_row(f"`{name}`", len(entry["runs"]), cells))
+        bold = [column for column in columns if name in best_entries(table, column)]
+        lines.append(markdown_row(table, f"`{name}`", entry, bold))
     if table["baseline"]:
         lines += ["", f"Minus `{table['baseline']}`, with the same seed:", "", *head]
         for name, entry in table["rows"].items():
             if "difference" in entry:
-                lines += difference_rows(name, entry["difference"], table)
+                lines += difference_rows(table, name, entry["difference"])
     if "beside" in table:
         lines += ["", f"{table['beside']['folder']}, of the same settings and data:", "", *head]
         for name, entry in table["beside"]["rows"].items():
-            cells = [cell(table, entry, column) for column in columns]
-            lines.append(markdown_row(f"`{name}`", len(entry["runs"]), cells))
+            lines.append(markdown_row(table, f"`{name}`", entry))
     lines.append("")
     lines += [f"- {sentence}" for sentence in (*table["caption"], *reading(table))]
     lines.append("")
@@ -210,22 +198,24 @@ def rows_have_seeds(table: dict) -> bool:
     return any(run["seed"] is not None for row in table["rows"].values() for run in row["runs"])
 
 
-def difference_rows(name: str, difference: dict, table: dict) -> list[str]:
+def difference_rows(table: dict, name: str, difference: dict) -> list[str]:
     """The mean difference from the baseline and, of several seeds, the difference of each."""
-    summaries = {f"`{name}`": difference}
+    rows = [markdown_row(table, f"`{name}`", difference, sign="+")]
     if len(difference["runs"]) > 1:
         for run in difference["runs"]:
-            summaries[f"seed {run['seed']}"] = summarise([run])
-    rows = []
-    for label, summary in summaries.items():
-        columns = range(len(table["columns"]))
-        cells = [cell(table, summary, column, sign="+") for column in columns]
-        rows.append(markdown_row(label, len(summary["runs"]), cells))
+            label = f"seed {run['seed']}"
+            rows.append(markdown_row(table, label, summarise([run]), sign="+"))
     return rows
 
 
-def markdown_row(label: str, n: int | str, cells: Sequence[str]) -> str:
-    return f"| {label} | {n} | {' | '.join(cells)} |"
+def markdown_row(
+    table: dict, label: str, entry: dict, bold: Sequence[int] = (), sign: str = ""
+) -> str:
+    """A line of the table, with bold values in the columns `bold`."""
+    cells = []
+    for column in range(len(table["columns"])):
+        cells.append(cell(table, entry, column, column in bold, sign))
+    return f"| {label} | {len(entry['runs'])} | {' | '.join(cells)} |"
 
 
 def cell(table: dict, entry: dict, column: int, bold: bool = False, sign: str = "") -> str:

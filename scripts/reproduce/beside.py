@@ -5,7 +5,6 @@ learns, and the identity of the data (for recall, a hash of its sequences). Comm
 only if these are the same, and if each run was measured in the same way.
 """
 
-from bisect import bisect_left, bisect_right
 from pathlib import Path
 
 import torch
@@ -18,11 +17,10 @@ from runtime.files import read_json
 from scripts.common.runner import identity
 from scripts.common.tables import summarise
 from scripts.reproduce.entries import Scale
-from scripts.reproduce.measure import Beside, Experiment
+from scripts.reproduce.measure import Experiment, up_to_16x
 
 # What identifies the text of a run in its measurements, but not in a table's.
 NOT_RECORDED = ("data_dir", "val_sha256", "tokenizer")
-LONGEST = 16  # times the training length: where a sentence says how the entries stand
 
 
 def conditions(scale: Scale) -> dict:
@@ -39,32 +37,32 @@ def conditions(scale: Scale) -> dict:
     }
 
 
-def find(scale: Scale, experiment: Experiment) -> tuple[Beside | None, str]:
+def find(scale: Scale, experiment: Experiment) -> tuple[dict | None, str]:
     """Return the committed table of the scale to show, or a sentence on why there is none.
 
     Of several it is the one with most rows. The sentence is empty where nothing is committed.
     """
     if experiment.evaluation is None:
         return None, ""
-    tables = {}
-    for file in sorted((ROOT / "results" / scale.name).glob("*/table.json")):
+    tables = []
+    for file in (ROOT / "results" / scale.name).glob("*/table.json"):
         table = read_json(file)
         if table["unit"] == experiment.unit and table["multiples"]:
-            tables[file.parent.relative_to(ROOT).as_posix()] = table
-    by_size = sorted(tables, key=lambda folder: len(tables[folder]["rows"]), reverse=True)
-    reasons = []
-    for folder in by_size:
+            folder = file.parent.relative_to(ROOT).as_posix()
+            tables.append(table | {"folder": folder})
+    sentence = ""
+    for table in sorted(tables, key=lambda table: (-len(table["rows"]), table["folder"])):
         try:
-            reason = difference(tables[folder], scale, experiment)
+            reason = difference(table, scale, experiment)
         except UserError as error:  # --plan needs no data
             reason = f"cannot be compared: {error}"
         if reason is None:
-            return Beside(folder, tables[folder]), ""
-        reasons.append(f"Not beside {folder}, which {reason}.")
-    return None, reasons[0] if reasons else ""
+            return table, ""
+        sentence = sentence or f"Not beside {table['folder']}, which {reason}."
+    return None, sentence
 
 
-def open_beside(folder: str, scale: Scale, experiment: Experiment) -> Beside:
+def open_beside(folder: str, scale: Scale, experiment: Experiment) -> dict:
     """Return the table in a folder. Raises UserError where it cannot be compared."""
     table = read_json(Path(folder, "table.json"))
     if table is None:
@@ -77,7 +75,7 @@ def open_beside(folder: str, scale: Scale, experiment: Experiment) -> Beside:
         ) from error
     if reason is not None:
         raise UserError(f"--beside {folder} cannot be compared: it {reason}")
-    return Beside(folder, table)
+    return table | {"folder": folder}
 
 
 def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
@@ -110,24 +108,20 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
     return None
 
 
-def with_columns(beside: Beside, table: dict) -> dict:
+def with_columns(beside: dict, table: dict) -> dict:
     """Return the committed rows that have no namesake in a table, with its columns."""
-    place_of = {}
-    for i, column in enumerate(beside.table["columns"]):
-        place_of[without_remark(column)] = i
+    columns = [without_remark(column) for column in beside["columns"]]
     rows = {}
-    for name, row in beside.table["rows"].items():
+    for name, row in beside["rows"].items():
         if name in table["rows"]:
             continue
         runs = []
         for run in row["runs"]:
-            values = []
-            for column in table["columns"]:
-                place = place_of.get(without_remark(column))
-                values.append(None if place is None else run["values"][place])
+            value_of = dict(zip(columns, run["values"], strict=True))
+            values = [value_of.get(without_remark(column)) for column in table["columns"]]
             runs.append(run | {"values": values})
         rows[name] = summarise(runs)
-    return {"folder": beside.folder, "rows": rows}
+    return {"folder": beside["folder"], "rows": rows}
 
 
 def without_remark(column: str) -> str:
@@ -137,20 +131,18 @@ def without_remark(column: str) -> str:
 
 def standing(table: dict) -> list[str]:
     """Say of how many committed rows each entry's mean is above and below."""
-    column = bisect_right(table["multiples"], LONGEST) - 1
-    others = []
-    for row in table["beside"]["rows"].values():
-        if row["mean"][column] is not None:
-            others.append(row["mean"][column])
-    others.sort()
+    column = up_to_16x(table)
+    folder = table["beside"]["folder"]
+    means = [row["mean"][column] for row in table["beside"]["rows"].values()]
+    others = [mean for mean in means if mean is not None]
     sentences = []
     for name, row in table["rows"].items():
         mean = row["mean"][column]
         if mean is not None and others:
-            above = bisect_left(others, mean)
-            below = len(others) - bisect_right(others, mean)
+            above = sum(mean > other for other in others)
+            below = sum(mean < other for other in others)
             sentences.append(
                 f"At {table['columns'][column]} `{name}` is above {above} and below {below} of the "
-                f"{len(others)} rows of {table['beside']['folder']} with a value there."
+                f"{len(others)} rows of {folder} with a value there."
             )
     return sentences

@@ -4,7 +4,7 @@ All tables share the runs: OUT/<scale>/<run>/seed<seed>.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,19 +19,27 @@ from scripts.common.planned import PlannedRun
 
 CONFIGS = ROOT / "configs"
 FILES = {path.stem: path for path in (*CONFIGS.glob("*.py"), *CONFIGS.glob("ablations/*.py"))}
+T6 = (FILES["t6"], FILES["t6_lssar_p15"])  # whose heads differ from scale to scale
 FIRST_SEED = Config.seed
 # The settings that the command line may change: they do not change what is learned from a text.
 FREE = (*names("machine", "logs"), "timeout", "data_dir")
 
+# Values of p, in training and of evaluations with another p.
+POWERS = (1, 2, 3, 5, 10, 15, 20, 30, 50, 100)
+
 Settings = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class View:
-    """How a run is evaluated: options of the evaluation, under a name."""
-
-    name: str
-    options: Mapping[str, Any]
+# How a run may be evaluated: options of the evaluation, by the name of the view.
+VIEWS: dict[str, Settings] = {
+    "": {},  # as it was trained
+    "plain_rope": {"rope": "none"},
+    **{name: {"rope": name} for name in Rope.SCALINGS},
+    # Dynamic NTK is NTK with s = length / training length; this is one s for all lengths.
+    "ntk16": {"rope": "ntk", "rope_factor": 16.0},
+    **{f"p{p}": {"p": float(p)} for p in POWERS},
+    "adaptive_temperature": {"attention": "adaptive_temperature"},
+    "oracle": {"oracle": True},  # of orbits
+}
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,11 @@ class Entry:
 
     run: str  # the name of the run's folder
     file: Path  # the config file of the run
-    settings: Mapping[str, Any] = field(default_factory=dict)  # override the file's
+    settings: Settings = field(default_factory=dict)  # override the file's
     # more settings, which depend on the config of the scale
     scaled: Callable[[Config], Settings] = lambda scale: {}
-    sizes: Path | None = None  # a folder with a config file for each scale, read after `file`
     base: "Entry | None" = None  # the entry whose final weights the run starts from
-    view: View | None = None  # None: evaluated as it was trained
+    view: str = ""  # how the run is evaluated, a name in VIEWS
     label: str = ""  # the name of the row, where it is neither RUN nor RUN:VIEW
 
     @property
@@ -53,8 +60,8 @@ class Entry:
         """The name of the row: softmax, or softmax:yarn."""
         if self.label:
             return self.label
-        if self.view is not None:
-            return f"{self.run}:{self.view.name}"
+        if self.view:
+            return f"{self.run}:{self.view}"
         return self.run
 
     @cached_property
@@ -63,42 +70,14 @@ class Entry:
         settings = [f"--{key}={value}" for key, value in self.settings.items()]
         return load_config([str(self.file), *settings])
 
-    def viewed(self, view: View) -> "Entry":
-        """Return the entry of the same run, evaluated in this way."""
-        return replace(self, view=view)
-
-
-def distinct(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Return the entries without those whose name has come before."""
-    by_name = {entry.name: entry for entry in entries}
-    return tuple(by_name.values())
-
-
-# ---- views ----
-
-PLAIN_ROPE = View("plain_rope", {"rope": "none"})
-ADAPTIVE_TEMPERATURE = View("adaptive_temperature", {"attention": "adaptive_temperature"})
-ROPE_SCALINGS = {name: View(name, {"rope": name}) for name in Rope.SCALINGS}
-# Dynamic NTK is NTK with s = length / training length; this is one s for all lengths.
-NTK16 = View("ntk16", {"rope": "ntk", "rope_factor": 16.0})
-ORACLE = View("oracle", {"oracle": True})  # of orbits
-
-
-def view_p(p: float) -> View:
-    """Return the view that re-weights with this p instead of the p of training."""
-    return View(f"p{p:g}", {"p": float(p)})
-
 
 # ---- the configs of configs/ ----
 
 
 def config_entry(name: str) -> Entry:
-    """Return the entry of a config in configs/ or configs/ablations/, by the name of its file."""
-    file = FILES[name]
-    sizes = None
-    if name in ("t6", "t6_lssar_p15"):  # whose heads differ from scale to scale
-        sizes = CONFIGS / "scales/t6"
-    return Entry(name, file, scaled=partial(windows, file), sizes=sizes)
+    """Return the entry of a config in configs/ or configs/ablations/, from FILE or FILE:VIEW."""
+    run, _, view = name.partition(":")
+    return Entry(run, FILES[run], view=view)
 
 
 def config_entries(*names: str) -> tuple[Entry, ...]:
@@ -106,9 +85,9 @@ def config_entries(*names: str) -> tuple[Entry, ...]:
     return tuple(config_entry(name) for name in names)
 
 
-def plain_rope(config: str) -> Entry:
-    """Return the entry of a config whose RoPE is not scaled beyond the training length."""
-    return config_entry(config).viewed(PLAIN_ROPE)
+def config_with(name: str, run: str, **settings: Any) -> Entry:
+    """Return the entry of a config with other settings, in a run of its own."""
+    return replace(config_entry(name), run=run, settings=settings)
 
 
 def windows(file: Path, scale: Config) -> Settings:
@@ -126,27 +105,22 @@ def windows(file: Path, scale: Config) -> Settings:
 def with_p(variant: str, p: float) -> Entry:
     """Return the entry of a variant with this p; lssar has config files with a p alone."""
     config = variant if variant in FILES else f"{variant}_p15"
-    return replace(config_entry(config), run=f"{variant}_p{p:g}", settings={"p": float(p)})
-
-
-def without_positions(config: str) -> Entry:
-    settings = {"positions": "none"}
-    return replace(config_entry(config), run=f"{config}_nope", settings=settings)
-
-
-def with_alibi(config: str) -> Entry:
-    settings = {"positions": "alibi"}
-    return replace(config_entry(config), run=f"{config}_alibi", settings=settings)
+    return config_with(config, f"{variant}_p{p:g}", p=float(p))
 
 
 def hybrid(config: str) -> Entry:
     """Half of the heads see all keys without positions, and half a window with RoPE."""
-    return replace(
-        config_entry(config),
-        run=f"hybrid_{config}",
-        settings={"nope_share": 0.5},
-        scaled=partial(windows, FILES["hybrid"]),
-    )
+    entry = config_with(config, f"hybrid_{config}", nope_share=0.5)
+    return replace(entry, scaled=partial(windows, FILES["hybrid"]))
+
+
+def distinct(groups: Mapping[str, Sequence[Entry]]) -> tuple[Entry, ...]:
+    """Return the entries of all groups, each once."""
+    by_name = {}
+    for entries in groups.values():
+        for entry in entries:
+            by_name[entry.name] = entry
+    return tuple(by_name.values())
 
 
 # ---- SSMax's swaps of attention in a trained model, and its probe ----
@@ -204,7 +178,7 @@ def two_points_of_each_body(scale: Config) -> Settings:
 
 SOFTMAX_WINDOW = Entry("softmax_window", FILES["softmax"], scaled=two_points_of_each_body)
 UNTRAINED = Entry("untrained", FILES["softmax"], settings={"max_iters": 0})
-TRUE_FORCES = replace(UNTRAINED, view=ORACLE, label="oracle")
+TRUE_FORCES = replace(UNTRAINED, view="oracle", label="oracle")
 
 
 def longer(times: int) -> Entry:
@@ -237,11 +211,10 @@ class Scale:
     def run(self, entry: Entry, seed: int) -> PlannedRun:
         """Plan the run of an entry. Raises UserError where its settings contradict the scale's."""
         files = [str(entry.file)]
-        if entry.sizes is not None:
-            sizes = entry.sizes / f"{self.name}.py"
-            if sizes.is_file():
-                files.append(str(sizes))
-        settings = entry.scaled(self.config) | dict(entry.settings)
+        sizes = CONFIGS / f"scales/t6/{self.name}.py"
+        if entry.file.resolve() in T6 and sizes.is_file():
+            files.append(str(sizes))
+        settings = windows(entry.file, self.config) | entry.scaled(self.config) | entry.settings
         settings["seed"] = seed
         settings["name"] = entry.run
         settings["out_dir"] = self.out / self.name / entry.run / f"seed{seed}"
@@ -251,7 +224,7 @@ class Scale:
             settings["init_from"] = base.folder
         assignments = [f"--{key}={value}" for key, value in settings.items()]
         arguments = [*self.arguments, *files, *assignments]
-        return PlannedRun(entry.run, load_config(arguments), arguments, base)
+        return PlannedRun(load_config(arguments), arguments, base)
 
 
 def open_scale(name: str, out: str, task: str = "language", settings: Sequence[str] = ()) -> Scale:
@@ -262,9 +235,7 @@ def open_scale(name: str, out: str, task: str = "language", settings: Sequence[s
     task, and for settings that are not FREE.
     """
     folder = "" if task == "language" else task.split("+")[-1]
-    scales: dict[str, list[str]] = {}
-    if not folder:
-        scales["124m"] = []
+    scales: dict[str, list[str]] = {} if folder else {"124m": []}
     for path in sorted((CONFIGS / "scales" / folder).glob("*.py")):
         scales[path.stem] = [str(path)]
     if name.endswith(".py"):

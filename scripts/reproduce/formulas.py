@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from attention import VARIANTS, Phi, l1_normalise
 from attention_paths.reference import ReferenceAttention
 from scripts.common.papers import SSMAX
-from scripts.reproduce.entries import Entry, config_entry
+from scripts.reproduce.entries import Entry, config_entry, config_with
 from scripts.reproduce.measure import Values
 
 KEYS = 1024  # the LSSAR paper's, as is the head size
@@ -42,12 +41,11 @@ def attention_fading(entry: Entry) -> Values:
     return [largest[n] for n in SIZES], {"": curve}
 
 
-def with_s(s: float) -> Entry:
-    """Return the entry of SSMax with this s."""
-    return replace(config_entry("ssmax"), settings={"s_init": s}, label=f"ssmax (s = {s:g})")
-
-
-FOCUS = (config_entry("softmax"), with_s(0.43), with_s(1))
+FOCUS = (
+    config_entry("softmax"),
+    config_with("ssmax", "ssmax (s = 0.43)", s_init=0.43),
+    config_with("ssmax", "ssmax (s = 1)", s_init=1),
+)
 # The paper's rule: z_max is 1 / s above the highest other score, 1.
 FOCUS_RULE = {
     "columns": SIZE_COLUMNS,

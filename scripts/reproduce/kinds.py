@@ -11,15 +11,14 @@ from scripts.common.papers import LSSAR
 from scripts.common.tables import cell, summarise
 from scripts.common.validation import accuracies
 from scripts.downstream import DOWNSTREAM, DownstreamOptions
-from scripts.eval_length import EVAL_LENGTH, LossOptions, gain, smoothed
+from scripts.eval_length import EVAL_LENGTH, UNIT, LossOptions, gain, smoothed
 from scripts.passkey import PASSKEY, PasskeyOptions
 from scripts.recall import LEARNED, PERCENT, RECALL, RecallOptions, learned
 from scripts.reproduce import pictures
 from scripts.reproduce.entries import Entry, config_entries
-from scripts.reproduce.measure import Experiment, Multiples, at, lengths
+from scripts.reproduce.measure import Experiment, Multiples, at, lengths, up_to_16x
 from scripts.reproduce.pictures import SLIDING, Draw
 
-LOSS = "validation loss (nats per token)"
 GAIN = "gain from context"
 MULTIPLES = (1, 2, 4, 8, 16)  # of the training length, in most tables
 SOFTMAX_AND_LSSAR = config_entries("softmax", "lssar_p15")
@@ -34,6 +33,7 @@ def loss(
     title: str,
     entries: Entries,
     multiples: Multiples,
+    documents: str = "trained",
     draw: Draw = pictures.together,
     **more: Any,
 ) -> Experiment:
@@ -41,12 +41,12 @@ def loss(
 
     def options(config: Config) -> LossOptions:
         return LossOptions(
-            lengths=lengths(multiples, config), tokens=config.val_tokens, documents="trained"
+            lengths=lengths(multiples, config), tokens=config.val_tokens, documents=documents
         )
 
     return Experiment(
         title=title,
-        unit=LOSS,
+        unit=UNIT,
         entries=entries,
         multiples=multiples,
         better="lower",
@@ -81,11 +81,6 @@ def loss_joined_and_apart(
 ) -> Experiment:
     """Measure the loss across documents by length, then within documents, of every run."""
 
-    def options(config: Config) -> LossOptions:
-        return LossOptions(
-            lengths=lengths(multiples, config), tokens=config.val_tokens, documents="both"
-        )
-
     def values(measured: dict) -> list[float]:
         # what a run was trained with has no name of its own
         across = measured.get("joined", measured)
@@ -93,9 +88,8 @@ def loss_joined_and_apart(
         return [*across["loss"], *within["loss"]]
 
     return replace(
-        loss(title, entries, multiples, **more),
+        loss(title, entries, multiples, documents="both", **more),
         columns=tuple(f"{multiple:g}x, apart" for multiple in multiples),
-        options=options,
         values=values,
     )
 
@@ -272,8 +266,7 @@ def recall_remarks(table: dict) -> list[str]:
 
 def chance_sentence(table: dict) -> str:
     """State how often a model is right that matches no key."""
-    chance = pictures.level_of_chance(table)
-    assert chance is not None  # of every table of recall
+    (chance,) = pictures.level_of_chance(table)
     meaning = chance.label.removeprefix("chance: ")
     levels = [f"{level:.1f}" for level in chance.y]
     if len(set(levels)) == 1:
@@ -285,8 +278,8 @@ def chance_sentence(table: dict) -> str:
 def accuracy_by_seed(table: dict) -> list[str]:
     """List the accuracy of each seed at 16x or less, and the entries that have not learned."""
     multiples = table["multiples"]
-    longest = max(multiple for multiple in multiples if multiple <= 16)
-    column = multiples.index(longest)
+    column = up_to_16x(table)
+    longest = multiples[column]
     learned = {}
     not_learned = {}
     for name, row in table["rows"].items():

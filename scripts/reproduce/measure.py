@@ -1,8 +1,8 @@
 """How the values of a table are made: measured on runs, read from their files, or computed."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -11,9 +11,9 @@ from errors import UserError, first_line
 from runtime.device import environment
 from scripts.common import runner
 from scripts.common.options import EvaluationOptions
-from scripts.common.planned import PlannedRun
+from scripts.common.planned import PlannedRun, with_bases
 from scripts.common.runner import Evaluation
-from scripts.reproduce.entries import Entry, Scale, distinct
+from scripts.reproduce.entries import VIEWS, Entry, Scale
 
 # (x, y) by the title of the panel that they are drawn in
 Curves = dict[str, tuple[list[float], list[float]]]
@@ -32,11 +32,9 @@ def lengths(multiples: Sequence[float], config: Config) -> tuple[int, ...]:
     return tuple(at(multiple, config) for multiple in multiples)
 
 
-class Beside(NamedTuple):
-    """A committed table whose rows are shown beside those of an experiment."""
-
-    folder: str
-    table: dict
+def up_to_16x(table: dict) -> int:
+    """Return the column of the longest length, up to 16 times the training length."""
+    return bisect_right(table["multiples"], 16) - 1
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Experiment:
     note: str = ""
     remarks: Callable[[dict], Sequence[str]] = lambda table: ()  # sentences on a table
     baseline: str = ""  # the entry that the others are compared with, seed by seed
-    beside: Beside | None = None
+    beside: dict | None = None  # a committed table, with its folder, whose rows are shown too
 
     def multiples_at(self, config: Config) -> Multiples:
         """The columns that are lengths, in multiples of the training length."""
@@ -97,8 +95,9 @@ class Work:
         """List all runs of a seed before the next seed, so that a first table is complete early."""
         if self.experiment.compute:
             return []
-        entries = distinct((*self.experiment.needs, *self.chosen))
-        return [self.scale.run(entry, seed) for seed in self.seeds for entry in entries]
+        entries = (*self.experiment.needs, *self.chosen)
+        runs = [self.scale.run(entry, seed) for seed in self.seeds for entry in entries]
+        return with_bases(runs)
 
     def evaluations(self) -> Iterator[tuple[Evaluation, EvaluationOptions, PlannedRun]]:
         """Yield what is to be measured: the evaluation, its options, and the run."""
@@ -112,15 +111,13 @@ class Work:
     def options(self, entry: Entry) -> EvaluationOptions:
         """Return the options of the evaluation, with those of the entry's view."""
         config = self.scale.config
-        options = replace(
+        return replace(
             self.experiment.options(config),
             device=config.device,
             dtype=config.dtype,
             again=self.again,
+            **VIEWS[entry.view],
         )
-        if entry.view is None:
-            return options
-        return replace(options, **entry.view.options)
 
     def unmeasured(self) -> int:
         """Count the runs that are to be evaluated."""

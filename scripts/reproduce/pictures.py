@@ -16,7 +16,6 @@ from scripts.reproduce.entries import Entry
 from scripts.reproduce.measure import Pictures
 
 SLIDING = "sliding window of at most 1x"
-PAPER = "the paper's"
 LENGTH = "tokens, in multiples of the training length"
 
 Draw = Callable[[dict], Pictures]
@@ -25,28 +24,15 @@ Draw = Callable[[dict], Pictures]
 # ---- means over seeds, and their standard deviation ----
 
 
-def over_length(table: dict, panels: Mapping[str, Mapping[str, dict]]) -> Figure:
-    """Draw values over length in panels {title: {label: summary over seeds}}; controls are thin.
-
-    In a table of recall the level of chance is a dashed line. Committed rows are behind the others.
-    """
+def curves_of(table: dict, label: str, summary: dict) -> list[Curve]:
+    """Return the curve over length of a summary over seeds, and of its control, which is thin."""
     x = table["multiples"]
-    chance = level_of_chance(table)
-    difference = difference_title(table)
-    curves: dict[str, list[Curve]] = {}
-    for title, summaries in panels.items():
-        curves[title] = curves_beside(table) if title not in (PAPER, difference) else []
-        for label, summary in summaries.items():
-            mean = summary["mean"][: len(x)]
-            curves[title].append(with_band(table, label, x, mean, summary["deviation"][: len(x)]))
-            control = control_losses(table, summary.get("runs", []))
-            if control:
-                curves[title].append(Curve(label, x, control, thin=True))
-        if chance is not None and title != difference:
-            curves[title].append(chance)
-    # nats per token of two tokenizers, and differences, have scales of their own
-    sharey = difference not in panels and (PAPER not in panels or table["same_tokens"])
-    return draw_curves(curves, LENGTH, table["unit"], "x", THIN, sharey=sharey)
+    mean = summary["mean"][: len(x)]
+    curves = [with_band(table, label, x, mean, summary["deviation"][: len(x)])]
+    control = control_losses(table, summary.get("runs", []))
+    if control:
+        curves.append(Curve(label, x, control, thin=True))
+    return curves
 
 
 def curves_beside(table: dict) -> list[Curve]:
@@ -60,10 +46,6 @@ def curves_beside(table: dict) -> list[Curve]:
     for row in rows:
         curves.append(Curve(label, x, row["mean"][: len(x)], behind=True))
     return curves
-
-
-def difference_title(table: dict) -> str:
-    return f"minus {table['baseline']}, with the same seed"
 
 
 def with_band(
@@ -98,88 +80,100 @@ def control_losses(table: dict, runs: Sequence[dict]) -> list[float]:
     return [statistics.mean(column) for column in zip(*losses, strict=True)]
 
 
-def level_of_chance(table: dict) -> Curve | None:
-    """Return the accuracy of a model that matches no key, or None if the table is not of recall."""
+def level_of_chance(table: dict) -> list[Curve]:
+    """Return the accuracy of a model that matches no key; nothing if the table is not of recall."""
     measured = next(iter(first_seeds(table).values()))
     if "recall" not in measured:
-        return None
+        return []
     label = f"chance: {chance_label(measured['recall'])}"
     levels = chances(measured, lengths_of(table))
-    return Curve(label, table["multiples"], levels, reference=True)
+    return [Curve(label, table["multiples"], levels, reference=True)]
 
 
 def together(table: dict) -> Figure:
-    """Draw a panel of all entries, one of the paper's values, and one of the differences."""
-    rows = table["rows"]
-    paper = {}
-    differences = {}
-    for name, row in rows.items():
+    """Draw a panel of all entries, one of the paper's values, and one of the differences.
+
+    The level of chance is a dashed line. Committed rows are behind the entries.
+    """
+    own = curves_beside(table)
+    paper = []
+    differences = []
+    for name, row in table["rows"].items():
+        own += curves_of(table, name, row)
         if row["paper"]:
-            paper[name] = {"mean": row["paper"], "deviation": []}
+            paper += curves_of(table, name, {"mean": row["paper"], "deviation": []})
         if "difference" in row:
-            differences[name] = row["difference"]
-    panels = {f"scale {table['scale']}": rows}
+            differences += curves_of(table, name, row["difference"])
+    chance = level_of_chance(table)
+    panels = {f"scale {table['scale']}": own + chance}
+    sharey = True
     if paper:
-        panels[PAPER] = paper
+        panels["the paper's"] = paper + chance
+        sharey = table["same_tokens"]  # nats per token of two tokenizers have other scales
     if differences:
-        panels[difference_title(table)] = differences
-    return over_length(table, panels)
+        panels[f"minus {table['baseline']}, with the same seed"] = differences
+        sharey = False
+    return draw_curves(panels, LENGTH, table["unit"], "x", THIN, sharey=sharey)
 
 
-Places = Callable[[Entry], Mapping[str, str]]  # title of a panel -> the entry's label in it
+# (name of a row, row) -> title of a panel -> the row's label in it
+Places = Callable[[str, dict], Mapping[str, str]]
 
 
-def grouped(entries: Sequence[Entry], places: Places) -> Callable[[dict], Figure]:
-    """Draw the entries in several panels; an entry may be in more than one."""
+def grouped(places: Places) -> Callable[[dict], Figure]:
+    """Draw the rows in several panels; a row may be in more than one."""
 
     def draw(table: dict) -> Figure:
-        panels: dict[str, dict[str, dict]] = {}
-        for entry in entries:
-            if entry.name in table["rows"]:
-                for title, label in places(entry).items():
-                    panels.setdefault(title, {})[label] = table["rows"][entry.name]
-        return over_length(table, panels)
+        panels: dict[str, list[Curve]] = {}
+        for name, row in table["rows"].items():
+            for title, label in places(name, row).items():
+                panels.setdefault(title, []).extend(curves_of(table, label, row))
+        chance = level_of_chance(table)
+        for curves in panels.values():
+            curves.extend(chance)
+        return draw_curves(panels, LENGTH, table["unit"], "x", THIN)
 
     return draw
 
 
-def by_run(entry: Entry) -> dict[str, str]:
-    """Place an entry in the panel of its run, under the name of its view."""
-    if entry.view is None:
-        return {entry.run: "as trained"}
-    return {entry.run: entry.view.name}
+def by_run(name: str, row: dict) -> dict[str, str]:
+    """Place a row in the panel of its run, under the name of its view."""
+    run, _, view = name.partition(":")
+    return {run: view or "as trained"}
 
 
-def by_stage(entry: Entry) -> dict[str, str]:
-    """Place an entry in the panel of its p, under the name of its variant."""
-    variant = entry.config.attention
-    p = entry.config.p
+def variant_and_p(name: str, row: dict) -> tuple[str, float | None]:
+    """Return the variant of a row, and the p that re-weights it, which its name may end with."""
+    p = row["runs"][0]["evaluation"]["p"]
+    if p is None:
+        return name, None
+    return name.removesuffix(f"_p{p:g}"), p
+
+
+def by_stage(name: str, row: dict) -> dict[str, str]:
+    """Place a row in the panel of its p, under the name of its variant."""
+    variant, p = variant_and_p(name, row)
     if p is None:
         return {"not re-weighted": variant}
     return {f"re-weighted, p = {p:g}": variant}
 
 
 def by_kind(kinds: Mapping[str, Sequence[Entry]]) -> Places:
-    """Place an entry in the panel of each of its kinds."""
+    """Place a row in the panel of each of its kinds."""
     names = {kind: [entry.name for entry in entries] for kind, entries in kinds.items()}
-    return lambda entry: {kind: entry.name for kind in names if entry.name in names[kind]}
+    return lambda name, row: {kind: name for kind in names if name in names[kind]}
 
 
 Normalisers = Mapping[str, Mapping[str, Entry]]  # normaliser -> name of positions -> entry
 
 
-def recall(normalisers: Normalisers, others: Sequence[Entry]) -> Draw:
+def recall(normalisers: Normalisers) -> Draw:
     """Draw normalisers by positions at 16x, and curves by length, where all seeds learned."""
-    entries = []
     places = {}
     for normaliser, by_positions in normalisers.items():
         for positions, entry in by_positions.items():
-            entries.append(entry)
             places[entry.name] = {positions: normaliser}
-    for entry in others:
-        entries.append(entry)
-        places[entry.name] = {"others": entry.name}
-    by_length = grouped(entries, lambda entry: places[entry.name])
+    by_length = grouped(lambda name, row: places.get(name, {"others": name}))
 
     def draw(table: dict) -> Pictures:
         rows = table["rows"]
@@ -216,29 +210,24 @@ def recall_at_16x(
     return heat_map(title, shares, across, table["unit"], "", "")
 
 
-def loss_over_p(sweeps: Mapping[str, Mapping[int, Entry]]) -> Draw:
-    """Draw a panel for each {variant: {p: entry}}, a curve over p for each column but the gain."""
-
-    def draw(table: dict) -> Pictures:
-        panels: dict[str, list[Curve]] = {}
-        for variant, by_p in sweeps.items():
-            rows = {}
-            for p, entry in by_p.items():
-                if entry.name in table["rows"]:
-                    rows[p] = table["rows"][entry.name]
-            if not rows:
-                continue
-            panels[variant] = []
-            for i, column in enumerate(table["columns"]):
-                if table["better"][i] == "lower":
-                    mean = [row["mean"][i] for row in rows.values()]
-                    deviation = [row["deviation"][i] for row in rows.values()]
-                    panels[variant].append(with_band(table, column, list(rows), mean, deviation))
-        if not panels:
-            return {}
-        return draw_curves(panels, "p", table["unit"], "x")
-
-    return draw
+def loss_over_p(table: dict) -> Pictures:
+    """Draw a panel for each variant, a curve over p for each column but the gain."""
+    variants: dict[str, dict[float, dict]] = {}
+    for name, row in table["rows"].items():
+        variant, p = variant_and_p(name, row)
+        if p is not None:
+            variants.setdefault(variant, {})[p] = row
+    if not variants:
+        return {}
+    panels: dict[str, list[Curve]] = {}
+    for variant, rows in variants.items():
+        panels[variant] = []
+        for i, column in enumerate(table["columns"]):
+            if table["better"][i] == "lower":
+                mean = [row["mean"][i] for row in rows.values()]
+                deviation = [row["deviation"][i] for row in rows.values()]
+                panels[variant].append(with_band(table, column, list(rows), mean, deviation))
+    return draw_curves(panels, "p", table["unit"], "x")
 
 
 # ---- the first seed ----

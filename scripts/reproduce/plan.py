@@ -11,7 +11,7 @@ from data.tasks import TASKS
 from layers.build import build_model
 from runtime.device import PEAK_FLOPS, open_device
 from scripts.benchmark import prepare, timed_step
-from scripts.common.planned import PlannedRun, processes_of, with_bases
+from scripts.common.planned import PlannedRun, processes_of
 from scripts.common.tables import print_table
 
 # The work of the measured step on a CPU: 512 tokens at 124M parameters. With 512 tokens of a small
@@ -25,19 +25,18 @@ CHECKPOINT_BYTES = 12
 
 def print_entries(names: Sequence[str], columns: Sequence[str], paper: dict[str, list]) -> None:
     """Print the entries with the paper's values, in the columns where it has any."""
-    rows: list[list[str]] = [["entry"], *([name] for name in names)]
+    shown = [["entry", *names]]
     for i, column in enumerate(columns):
         values = [paper[name][i] if name in paper else None for name in names]
         if any(value is not None for value in values):
-            rows[0].append(f"the paper's {column.partition(',')[0]}")
-            for row, value in zip(rows[1:], values, strict=True):
-                row.append("–" if value is None else f"{value:g}")
-    print_table(rows)
+            cells = ["–" if value is None else f"{value:g}" for value in values]
+            shown.append([f"the paper's {column.partition(',')[0]}", *cells])
+    print_table(list(zip(*shown, strict=True)))
 
 
 def print_price(runs: Sequence[PlannedRun], out: Path) -> None:
     """Print which data are missing, and the disk and the hours of the runs that are left."""
-    left = [run for run in with_bases(runs) if not run.finished]
+    left = [run for run in runs if not run.finished]
     folders = [run.config.data_dir for run in left if TASKS[run.config.task].reads_shards]
     for folder in dict.fromkeys(folders):
         if not Path(folder).exists():
@@ -61,7 +60,7 @@ def print_price(runs: Sequence[PlannedRun], out: Path) -> None:
     sentence = f"training takes {flop:.1e} FLOP: "
     if TASKS[left[0].config.task].tokens_per_position == 1:
         hours = flop / measured_flops(left[0].config) / 3600
-        sentence += f"{duration(hours)} of this machine, by a step of {left[0].name}; "
+        sentence += f"{duration(hours)} of this machine, by a step of {left[0].config.name}; "
     else:
         sentence += "no step of this task is timed here; "
     a100_hours = flop / (0.4 * PEAK_FLOPS["A100"]) / 3600

@@ -25,7 +25,7 @@ from runtime.files import check_writable
 from scripts.common import runner
 from scripts.common.command_line import Parser
 from scripts.common.papers import TOKENIZER, TRAINED_LENGTH
-from scripts.common.planned import check, cost, stop_on_signals, train, with_bases
+from scripts.common.planned import check, cost, stop_on_signals, train
 from scripts.common.plots import save_picture
 from scripts.common.tables import paired, ranged, spread, summarise, write
 from scripts.reproduce import beside
@@ -74,7 +74,7 @@ def carry_out(
     folder = Path(options.results) / scale.name / name
     work = Work(name, experiment, scale, chosen, seeds, options.again)
     runs = work.runs()
-    check(with_bases(runs))
+    check(runs)
     if not options.plan:  # which needs no data
         for evaluation, evaluation_options, run in work.evaluations():
             runner.check(evaluation, evaluation_options, run.config)
@@ -328,9 +328,9 @@ def how_measured(runs: list[dict]) -> str:
     for evaluation in evaluations:
         errors += [error for error in evaluation.get("standard_error", []) if error is not None]
     if errors:
-        low = min(errors)
-        high = max(errors)
-        facts.append(f"with a standard error over the text of {low:.4f} to {high:.4f}")
+        facts.append(
+            f"with a standard error over the text of {min(errors):.4f} to {max(errors):.4f}"
+        )
     commits = []
     for environment in environments:
         if environment["commit"]:

@@ -3,9 +3,9 @@
 A new table is a new entry of EXPERIMENTS.
 """
 
-import itertools
 import math
 import statistics
+from bisect import bisect_left
 from dataclasses import replace
 
 from config import Config
@@ -30,11 +30,8 @@ from scripts.physics import PHYSICS, PhysicsOptions
 from scripts.recall import RecallOptions
 from scripts.reproduce import formulas, metrics, pictures
 from scripts.reproduce.entries import (
-    ADAPTIVE_TEMPERATURE,
     LSSAR_SWIGLU,
-    NTK16,
-    PLAIN_ROPE,
-    ROPE_SCALINGS,
+    POWERS,
     SOFTMAX_SWIGLU,
     SOFTMAX_WINDOW,
     SSMAX_E,
@@ -45,13 +42,10 @@ from scripts.reproduce.entries import (
     Entry,
     config_entries,
     config_entry,
+    config_with,
     distinct,
     hybrid,
-    plain_rope,
-    view_p,
-    with_alibi,
     with_p,
-    without_positions,
 )
 from scripts.reproduce.headroom import HEADROOM
 from scripts.reproduce.kinds import (
@@ -81,45 +75,53 @@ LEAGUE = {
     "scales and norms": config_entries(
         "softmax", "softmax_logn", "ssmax", "ssmax_fixed", "qk_norm", "softcap"
     ),
-    "positions": (
-        *config_entries("softmax", "softmax_alibi", "softmax_nope"),
-        config_entry("swa"),
-        plain_rope("swa"),
-        config_entry("hybrid"),
-        plain_rope("hybrid"),
-        config_entry("hybrid_ssmax"),
-        plain_rope("hybrid_ssmax"),
-        config_entry("hybrid_lssar_p5"),
-        plain_rope("hybrid_lssar_p5"),
+    "positions": config_entries(
+        "softmax",
+        "softmax_alibi",
+        "softmax_nope",
+        "swa",
+        "swa:plain_rope",
+        "hybrid",
+        "hybrid:plain_rope",
+        "hybrid_ssmax",
+        "hybrid_ssmax:plain_rope",
+        "hybrid_lssar_p5",
+        "hybrid_lssar_p5:plain_rope",
     ),
     "sinks and gates": config_entries(
         "softmax", "softmax_off_by_one", "softmax_sink", "softpick", "gated", "fox"
     ),
-    "whole rows": (
-        config_entry("softmax"),
-        config_entry("softmax").viewed(ADAPTIVE_TEMPERATURE),
-        *config_entries("sparsemax", "entmax15", "asentmax", "stick_breaking"),
+    "whole rows": config_entries(
+        "softmax",
+        "softmax:adaptive_temperature",
+        "sparsemax",
+        "entmax15",
+        "asentmax",
+        "stick_breaking",
     ),
 }
-LEAGUE_ENTRIES = distinct(entry for entries in LEAGUE.values() for entry in entries)
 
-POWERS = (1, 2, 3, 5, 10, 15, 20, 30, 50, 100)
-P_SWEEPS = {
-    "lssar": {p: with_p("lssar", p) for p in POWERS},
-    "softmax": {p: with_p("softmax", p) for p in POWERS},
-}
-
-
-def evaluated_at(config: str, *powers: float) -> tuple[Entry, ...]:
-    """Return a config as it was trained, and evaluated with other p."""
-    entry = config_entry(config)
-    return (entry, *(entry.viewed(view_p(p)) for p in powers))
-
-
-P_AT_EVALUATION = (
-    *evaluated_at("lssa", 3, 15),
-    *evaluated_at("lssar_p3", 1, 5, 15),
-    *evaluated_at("lssar_p15", 1, 3, 5, 10, 20, 30),
+P_SWEEP = (
+    config_entry("lssa"),
+    *(with_p("lssar", p) for p in POWERS),
+    config_entry("softmax"),
+    *(with_p("softmax", p) for p in POWERS),
+)
+P_AT_EVALUATION = config_entries(
+    "lssa",
+    "lssa:p3",
+    "lssa:p15",
+    "lssar_p3",
+    "lssar_p3:p1",
+    "lssar_p3:p5",
+    "lssar_p3:p15",
+    "lssar_p15",
+    "lssar_p15:p1",
+    "lssar_p15:p3",
+    "lssar_p15:p5",
+    "lssar_p15:p10",
+    "lssar_p15:p20",
+    "lssar_p15:p30",
 )
 
 
@@ -138,23 +140,27 @@ COMPONENTS = (
     *config_entries("lssa", "lssar_p3", "lssar_p15", "lssa_threshold"),
 )
 
-ROPE_VIEWS = (*(view for name, view in ROPE_SCALINGS.items() if name != "ntk"), NTK16)
-ROPES = tuple(
-    config_entry(name).viewed(view)
-    for name in ("softmax", "ssmax", "lssar_p15")
-    for view in ROPE_VIEWS
+ROPES = config_entries(
+    *(
+        f"{config}:{view}"
+        for config in ("softmax", "ssmax", "lssar_p15")
+        for view in ("none", "linear", "dynamic_ntk", "yarn", "ntk16")
+    )
 )
 
 
 def normed_and_partial(config: str) -> tuple[Entry, ...]:
     """Return a config with and without QK norm, with RoPE on all pairs of a head and on half."""
     entries = []
-    for qk_norm, norm in ((False, ""), (True, "_qk_norm")):
-        for rope_share, pairs in ((1.0, "all"), (0.5, "half")):
-            settings = {"qk_norm": qk_norm, "rope_share": rope_share}
-            run = f"{config}{norm}_{pairs}"
-            entry = replace(config_entry(config), run=run, settings=settings)
-            entries += [entry, entry.viewed(PLAIN_ROPE)]
+    for name, qk_norm, rope_share in (
+        ("all", False, 1.0),
+        ("half", False, 0.5),
+        ("qk_norm_all", True, 1.0),
+        ("qk_norm_half", True, 0.5),
+    ):
+        run = f"{config}_{name}"
+        entry = config_with(config, run, qk_norm=qk_norm, rope_share=rope_share)
+        entries += [entry, replace(entry, view="plain_rope")]
     return tuple(entries)
 
 
@@ -162,34 +168,35 @@ NORM_AND_PAIRS = {
     config: normed_and_partial(config)
     for config in ("softmax", "softmax_logn", "ssmax", "lssa", "lssar_p15", "scale_invariant")
 }
-NORM_AND_PAIRS_ENTRIES = tuple(itertools.chain.from_iterable(NORM_AND_PAIRS.values()))
 
 
 def by_documents(config: str) -> tuple[Entry, ...]:
     """Return a config with and without document_mask, in the stream and in aligned windows."""
     entries = []
-    for windows, align in (("stream", False), ("aligned", True)):
-        for attention, mask in (("joined", False), ("apart", True)):
-            settings = {"document_mask": mask, "align_documents": align}
-            run = f"{config}_{windows}_{attention}"
-            entries.append(replace(config_entry(config), run=run, settings=settings))
+    for name, mask, align in (
+        ("stream_joined", False, False),
+        ("stream_apart", True, False),
+        ("aligned_joined", False, True),
+        ("aligned_apart", True, True),
+    ):
+        run = f"{config}_{name}"
+        entries.append(config_with(config, run, document_mask=mask, align_documents=align))
     return tuple(entries)
 
 
 DOCUMENTS = {
     config: by_documents(config) for config in ("softmax", "ssmax", "lssar_p15", "hybrid_ssmax")
 }
-DOCUMENTS_ENTRIES = tuple(itertools.chain.from_iterable(DOCUMENTS.values()))
 
 
 def by_positions(normaliser: str) -> dict[str, Entry]:
     """Return the entries of a normaliser, by what their positions are called."""
     return {
         "RoPE, scaled": config_entry(normaliser),
-        "RoPE, plain": plain_rope(normaliser),
-        "no positions": without_positions(normaliser),
-        "ALiBi": with_alibi(normaliser),
-        "hybrid": hybrid(normaliser).viewed(PLAIN_ROPE),
+        "RoPE, plain": config_entry(f"{normaliser}:plain_rope"),
+        "no positions": config_with(normaliser, f"{normaliser}_nope", positions="none"),
+        "ALiBi": config_with(normaliser, f"{normaliser}_alibi", positions="alibi"),
+        "hybrid": replace(hybrid(normaliser), view="plain_rope"),
     }
 
 
@@ -205,37 +212,31 @@ NORMALISERS = (
     "entmax15",
 )
 RECALL = {normaliser: by_positions(normaliser) for normaliser in NORMALISERS}
-OTHERS_IN_RECALL = (
-    *config_entries("stick_breaking", "fox", "asentmax", "softpick"),
-    plain_rope("swa"),
-    *config_entries("gated", "qk_norm"),
-)
 
-TEXT_AND_RECALL = (
-    config_entry("softmax"),
-    plain_rope("softmax"),
-    plain_rope("hybrid"),
-    plain_rope("hybrid_ssmax"),
-    plain_rope("hybrid_ssmax_quarter"),
-    plain_rope("hybrid_lssar_p5"),
+TEXT_AND_RECALL = config_entries(
+    "softmax",
+    "softmax:plain_rope",
+    "hybrid:plain_rope",
+    "hybrid_ssmax:plain_rope",
+    "hybrid_ssmax_quarter:plain_rope",
+    "hybrid_lssar_p5:plain_rope",
 )
 TEXT_AND_RECALL_NOTE = (
     "Half of the steps are of text, half of recall. `:plain_rope` has no dynamic NTK."
 )
 # Attention within documents, for a model that also learns to recall from a whole window.
 DOCUMENTS_AND_RECALL = (
-    *(entry for entry in DOCUMENTS_ENTRIES if not entry.settings["align_documents"]),
-    *(entry.viewed(PLAIN_ROPE) for entry in DOCUMENTS["hybrid_ssmax"][:2]),
+    *(entry for entry in distinct(DOCUMENTS) if not entry.settings["align_documents"]),
+    *(replace(entry, view="plain_rope") for entry in DOCUMENTS["hybrid_ssmax"][:2]),
 )
 COPIES = (
     *TEXT_AND_RECALL,
     config_entry("ssmax"),
-    without_positions("ssmax"),
+    RECALL["ssmax"]["no positions"],
     *config_entries("lssar_p15", "stick_breaking", "fox"),
 )
 
 SSMAX_ENTRIES = config_entries("softmax", "ssmax", "ssmax_fixed", "ssmax_bias")
-SSMAX_AND_SWAPS = (*SSMAX_ENTRIES, SSMAX_E, SSMAX_F)
 
 
 # ---- maps, entropy and dead weights ----
@@ -271,17 +272,10 @@ def entropy_by_keys(measured: dict) -> list[float]:
     """
     keys, means = entropies(measured)
     trained = measured["trained_length"]
-    columns = []
-    for multiple in ENTROPY_AT:
-        power = (round(multiple * trained) - 1).bit_length()
-        columns.append(means[power - 1])
-    logs = []
-    entropies_beyond = []
-    for n, mean in zip(keys, means, strict=True):
-        if n >= trained:
-            logs.append(math.log(n))
-            entropies_beyond.append(mean)
-    slope = statistics.linear_regression(logs, entropies_beyond).slope
+    columns = [means[bisect_left(keys, multiple * trained)] for multiple in ENTROPY_AT]
+    first = bisect_left(keys, trained)
+    logs = [math.log(n) for n in keys[first:]]
+    slope = statistics.linear_regression(logs, means[first:]).slope
     return [*columns, slope]
 
 
@@ -357,11 +351,8 @@ def copied(measured: dict) -> list[float | None]:
     lags = sorted(int(lag) for lag in measured["parts"])
     worths: list[float | None] = []
     for lag in lags:
-        if shares.get(lag) == "hurt":
-            worths.append(None)
-        else:
-            worth, error = worth_at(measured, [lag])
-            worths.append(worth)
+        worth, _ = worth_at(measured, [lag])
+        worths.append(None if shares.get(lag) == "hurt" else worth)
     share = shares[lags[-1]]
     return [*worths, None if isinstance(share, str) else share]
 
@@ -400,48 +391,43 @@ EXPERIMENTS = {
     ),
     "p_sweep": loss_and_gain(
         title="LSSAR Appendix B.1.4, loss by p",
-        entries=(
-            config_entry("lssa"),
-            *P_SWEEPS["lssar"].values(),
-            config_entry("softmax"),
-            *P_SWEEPS["softmax"].values(),
-        ),
-        draw=pictures.loss_over_p(P_SWEEPS),
+        entries=P_SWEEP,
+        draw=pictures.loss_over_p,
         paper=TABLE1,
         note="The paper has only curves here; its values are of its Table 1.",
     ),
     "p_at_evaluation": loss_and_gain(
         title="Is it the training or the sharpening: other p than in training",
         entries=P_AT_EVALUATION,
-        draw=grouped(P_AT_EVALUATION, pictures.by_run),
+        draw=grouped(pictures.by_run),
         paper=TABLE1,
     ),
     "components": loss_and_gain(
         title="LSSAR taken apart: phi, scale and re-weighting",
         entries=COMPONENTS,
-        draw=grouped(COMPONENTS, pictures.by_stage),
+        draw=grouped(pictures.by_stage),
         paper=TABLE1,
         note="docs/results.md, LSSAR taken apart, has phi and the scale of each entry.",
     ),
     "rope": loss_and_gain(
         title="RoPE scalings and variants",
         entries=ROPES,
-        draw=grouped(ROPES, pictures.by_run),
+        draw=grouped(pictures.by_run),
         note="Linear scaling and YaRN take s = length / training length, `ntk16` always s = 16.",
     ),
     "norm_and_pairs": loss_and_gain(
         title="QK norm, and the share of a head's pairs that RoPE turns",
-        entries=NORM_AND_PAIRS_ENTRIES,
-        draw=grouped(NORM_AND_PAIRS_ENTRIES, pictures.by_kind(NORM_AND_PAIRS)),
+        entries=distinct(NORM_AND_PAIRS),
+        draw=grouped(pictures.by_kind(NORM_AND_PAIRS)),
         note=(
             "RoPE turns all pairs of a head, or the faster half. `:plain_rope` has no dynamic NTK."
         ),
     ),
     "documents": loss_joined_and_apart(
         title="Attention within documents, and windows that begin at a document",
-        entries=DOCUMENTS_ENTRIES,
+        entries=distinct(DOCUMENTS),
         multiples=(1, 4, 16),
-        draw=grouped(DOCUMENTS_ENTRIES, pictures.by_kind(DOCUMENTS)),
+        draw=grouped(pictures.by_kind(DOCUMENTS)),
         note=(
             "`apart`: trained with document_mask, `joined`: without; `aligned`: with "
             "align_documents. Each run is measured across documents and, in the last columns, "
@@ -450,16 +436,16 @@ EXPERIMENTS = {
     ),
     "league": loss_and_gain(
         title="What users pick instead",
-        entries=LEAGUE_ENTRIES,
-        draw=grouped(LEAGUE_ENTRIES, pictures.by_kind(LEAGUE)),
+        entries=distinct(LEAGUE),
+        draw=grouped(pictures.by_kind(LEAGUE)),
         paper=TABLE1,
         note="`:plain_rope` has no dynamic NTK.",
     ),
     "headroom": HEADROOM,
     "league_passkey": passkeys(
         title="What users pick instead, passkey retrieval",
-        entries=tuple(entry for entry in LEAGUE_ENTRIES if entry.view is None),
-        draw=grouped(LEAGUE_ENTRIES, pictures.by_kind(LEAGUE)),
+        entries=tuple(entry for entry in distinct(LEAGUE) if not entry.view),
+        draw=grouped(pictures.by_kind(LEAGUE)),
     ),
     "t6": loss_and_gain(
         title="T6: queries, keys and values from factors, with softmax and with LSSAR",
@@ -484,11 +470,12 @@ EXPERIMENTS = {
         title="Recall of what lies far away",
         entries=(
             *(entry for entries in RECALL.values() for entry in entries.values()),
-            *OTHERS_IN_RECALL,
+            *config_entries("stick_breaking", "fox", "asentmax", "softpick"),
+            *config_entries("swa:plain_rope", "gated", "qk_norm"),
         ),
         multiples=RecallOptions.multiples,
         values=accuracies_if_learned,
-        draw=pictures.recall(RECALL, OTHERS_IN_RECALL),
+        draw=pictures.recall(RECALL),
         note=(
             "Of 512 answers, 50 has a standard error of 2.2. `:plain_rope` has no dynamic NTK, "
             "`_nope` no positions, `hybrid_` none in half of the heads; the others are softmax "
@@ -705,7 +692,7 @@ EXPERIMENTS = {
     ),
     "ssmax_figure5": loss_by_position(
         title="SSMax Fig. 5, loss by position",
-        entries=SSMAX_AND_SWAPS,
+        entries=(*SSMAX_ENTRIES, SSMAX_E, SSMAX_F),
         multiple=SSMAX["figure5"]["length"] / TRAINED_LENGTH,
         sequences=SSMAX["figure5"]["sequences"],
         rope="none",
