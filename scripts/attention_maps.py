@@ -82,7 +82,7 @@ from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import head_windows, layer_attention_weights
-from scripts.common.command_line import option
+from scripts.common.command_line import FILES, option
 from scripts.common.hf_loading import CausalLM
 from scripts.common.hf_models import (
     AnyRun,
@@ -125,12 +125,12 @@ class MapOptions(LengthOptions, TextOptions):
 
     layer: int = option(-1, "layer to map: 0 is the first, -1 the last")
     text: str = option(TEXT, "text to map; empty: none (default: that of LSSAR's Figure A1)")
-    files: tuple[str, ...] | None = option(None, "text files to measure hf: models on")
+    files: list[str] | None = option(None, "text files to measure hf: models on", **FILES)
     tokens: int = option(32768, "validation tokens at each length; 0: only the text", at_least=0)
     distances: bool = option(False, "also measure positive weights by distance in all layers")
 
-    def text_files(self) -> tuple[str, ...]:
-        return self.files or ()
+    def text_files(self) -> list[str]:
+        return self.files or []
 
     def ids(self, config: Config) -> list[int]:
         """The tokens of the text."""

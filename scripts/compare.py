@@ -50,7 +50,7 @@ from config import Config, choices, names
 from errors import UserError, command
 from layers.heads import check_attention
 from runtime.config_files import load_config, parse, read_file, require_known_setting, shown
-from scripts.common.command_line import lengths_of
+from scripts.common.command_line import parse_lengths
 from scripts.common.labels import shortened
 from scripts.recall import RecallOptions
 from scripts.reproduce import beside, kinds, metrics, pictures
@@ -86,7 +86,7 @@ def main() -> None:
     parser = work_parser("scripts.compare", __doc__, "settings: python train.py --help")
     parser.usage = "%(prog)s CONFIG.py[:VIEW] ... --scale SCALE [--SETTING=VALUE,VALUE ...]"
     help = "lengths in tokens, besides the training length (default: its multiples)"
-    parser.add_argument("--lengths", type=lengths_of, help=help)
+    parser.add_argument("--lengths", type=parse_lengths, help=help)
     help = "folder of a table.json to show too, or none (default: a comparable committed table)"
     parser.add_argument("--beside", metavar="FOLDER", help=help)
     options, rest = parser.parse_known_args()
