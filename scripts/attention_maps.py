@@ -60,7 +60,6 @@ RUN/attention_maps.json is a list of measurements; nothing in it is measured aga
     environment
 """
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -193,29 +192,24 @@ def identify(options: MapOptions, config: Config) -> dict:
     return facts | {"tokens": targets.size}
 
 
-def chunks(options: MapOptions, config: Config) -> dict[str, Callable[..., dict]]:
-    """The text, the windows of each length, and the shares by distance: how each is measured."""
-    measures: dict[str, Callable[..., dict]] = {}
+def chunks(options: MapOptions, config: Config) -> dict[str, Any]:
+    """None for the text, the lengths of windows, and BY_DISTANCE for the shares by distance."""
+    by_name: dict[str, Any] = {}
     if options.text:
-        measures[f"text: {options.text}"] = measure_text
+        by_name[f"text: {options.text}"] = None
     for length in options.lengths_of(config):
-        measures[f"{length} tokens"] = functools.partial(measure_length, length=length)
+        by_name[f"{length} tokens"] = length
     if options.distances:
-        measures[BY_DISTANCE] = measure_distances
-    return measures
+        by_name[BY_DISTANCE] = BY_DISTANCE
+    return by_name
 
 
-def measure(options: MapOptions, run: Run, chunk: Callable[..., dict]) -> dict:
-    return chunk(options, run)
-
-
-def measure_text(options: MapOptions, run: Run) -> dict:
-    idx = torch.tensor([options.ids(run.config)])
-    return measure_rows(run, options.layer_of(run.config), [idx])
-
-
-def measure_length(options: MapOptions, run: Run, length: int) -> dict:
-    windows = single_windows(options, run, length)
+def measure(options: MapOptions, run: Run, chunk: Any) -> dict:
+    if chunk == BY_DISTANCE:
+        return measure_distances(options, run)
+    windows: Iterable[Tensor] = [torch.tensor([options.ids(run.config)])]
+    if chunk is not None:
+        windows = single_windows(options, run, chunk)
     return measure_rows(run, options.layer_of(run.config), windows)
 
 
