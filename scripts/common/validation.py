@@ -107,6 +107,11 @@ def default_lengths(configs: Sequence[Config], multiples: Sequence[float]) -> tu
     return tuple(sorted(length for length in lengths if length <= longest))
 
 
+def length_chunks(options: LengthOptions, config: Config) -> dict[str, int]:
+    """The lengths, for an evaluation that measures one after the other."""
+    return {str(length): length for length in options.lengths_of(config)}
+
+
 def accuracies(measurement: dict) -> dict[int, float]:
     """The accuracy in percent at each length, in ascending order, of an evaluation of answers."""
     percent = {}
