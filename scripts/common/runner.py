@@ -172,7 +172,7 @@ def load_trained(
     changed = checkpoint.changed_data(folder, trained)
     if changed:
         print(f"warning: {path} was trained on {changed}", file=sys.stderr)
-    return model, run_facts(trained, weights, options)
+    return model, run_facts(trained, weights, options, largest_window(model))
 
 
 def open_model(config: Config, limit: int | None) -> GPT:
@@ -195,8 +195,16 @@ def window_of(config: Config, limit: int | None) -> int | None:
     return largest_window(outline(config, limit))
 
 
-def run_facts(trained: Config, weights: checkpoint.Checkpoint, options: Options) -> dict:
-    """What every measurement records about its run, its checkpoint and how the run was opened."""
+def run_facts(
+    trained: Config,
+    weights: checkpoint.Checkpoint,
+    options: Options,
+    window: int | None,
+) -> dict:
+    """What every measurement records about its run, its checkpoint and how the run was opened.
+
+    `window` is the largest of the model; looking it up without the weights takes a second.
+    """
     config = options.applied(trained)
     variant = trained.variant_name
     if options.attention is not None:
@@ -211,7 +219,7 @@ def run_facts(trained: Config, weights: checkpoint.Checkpoint, options: Options)
         "rope_factor": options.rope_factor,
         "rope_theta": options.rope_theta,
         "log_base": options.log_base,
-        "window": window_of(config, options.window),
+        "window": window,
         "p": config.p,
         "dtype": str(options.torch_dtype).removeprefix("torch."),
         "attention_impl": options.attention_impl,
@@ -382,7 +390,7 @@ def stored(
         facts = model_facts(path, options)
     else:
         weights = checkpoint.find(path, options.checkpoint, quiet=True)
-        facts = run_facts(trained, weights, options)
+        facts = run_facts(trained, weights, options, window_of(config, options.window))
     facts |= identity(evaluation, options, config)
     file = file or results_file(evaluation, path)
     result = find_measurement(read_measurements(file), facts)
