@@ -60,7 +60,6 @@ RUN/attention_maps.json is a list of measurements; nothing in it is measured aga
     environment
 """
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,7 +81,7 @@ from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import head_windows, layer_attention_weights
-from scripts.common.command_line import option
+from scripts.common.command_line import FILES, option
 from scripts.common.hf_loading import CausalLM
 from scripts.common.hf_models import (
     AnyRun,
@@ -125,12 +124,12 @@ class MapOptions(LengthOptions, TextOptions):
 
     layer: int = option(-1, "layer to map: 0 is the first, -1 the last")
     text: str = option(TEXT, "text to map; empty: none (default: that of LSSAR's Figure A1)")
-    files: tuple[str, ...] | None = option(None, "text files to measure hf: models on")
+    files: list[str] | None = option(None, "text files to measure hf: models on", **FILES)
     tokens: int = option(32768, "validation tokens at each length; 0: only the text", at_least=0)
     distances: bool = option(False, "also measure positive weights by distance in all layers")
 
-    def text_files(self) -> tuple[str, ...]:
-        return self.files or ()
+    def text_files(self) -> list[str]:
+        return self.files or []
 
     def ids(self, config: Config) -> list[int]:
         """The tokens of the text."""
@@ -193,29 +192,24 @@ def identify(options: MapOptions, config: Config) -> dict:
     return facts | {"tokens": targets.size}
 
 
-def chunks(options: MapOptions, config: Config) -> dict[str, Callable[..., dict]]:
-    """The text, the windows of each length, and the shares by distance: how each is measured."""
-    measures: dict[str, Callable[..., dict]] = {}
+def chunks(options: MapOptions, config: Config) -> dict[str, Any]:
+    """None for the text, the lengths of windows, and BY_DISTANCE for the shares by distance."""
+    by_name: dict[str, Any] = {}
     if options.text:
-        measures[f"text: {options.text}"] = measure_text
+        by_name[f"text: {options.text}"] = None
     for length in options.lengths_of(config):
-        measures[f"{length} tokens"] = functools.partial(measure_length, length=length)
+        by_name[f"{length} tokens"] = length
     if options.distances:
-        measures[BY_DISTANCE] = measure_distances
-    return measures
+        by_name[BY_DISTANCE] = BY_DISTANCE
+    return by_name
 
 
-def measure(options: MapOptions, run: Run, chunk: Callable[..., dict]) -> dict:
-    return chunk(options, run)
-
-
-def measure_text(options: MapOptions, run: Run) -> dict:
-    idx = torch.tensor([options.ids(run.config)])
-    return measure_rows(run, options.layer_of(run.config), [idx])
-
-
-def measure_length(options: MapOptions, run: Run, length: int) -> dict:
-    windows = single_windows(options, run, length)
+def measure(options: MapOptions, run: Run, chunk: Any) -> dict:
+    if chunk == BY_DISTANCE:
+        return measure_distances(options, run)
+    windows: Iterable[Tensor] = [torch.tensor([options.ids(run.config)])]
+    if chunk is not None:
+        windows = single_windows(options, run, chunk)
     return measure_rows(run, options.layer_of(run.config), windows)
 
 

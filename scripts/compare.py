@@ -49,7 +49,7 @@ from config import Config, choices, names
 from errors import UserError, command
 from layers.heads import check_attention
 from runtime.config_files import load_config, parse, read_file, require_known_setting, shown
-from scripts.common.command_line import lengths_of
+from scripts.common.command_line import parse_lengths
 from scripts.common.labels import shortened
 from scripts.eval_length import UNIT
 from scripts.recall import RecallOptions
@@ -72,7 +72,7 @@ def main() -> None:
     parser.usage = "%(prog)s CONFIG.py[:VIEW] ... --scale SCALE [--SETTING=VALUE,VALUE ...]"
     parser.add_argument(
         "--lengths",
-        type=lengths_of,
+        type=parse_lengths,
         help="lengths in tokens, besides the training length (default: its multiples)",
     )
     parser.add_argument(

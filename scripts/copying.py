@@ -54,7 +54,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from errors import UserError
-from scripts.common.command_line import option
+from scripts.common.command_line import option, parse_lengths
 from scripts.common.labels import title_of
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.runner import Evaluation, Results, Run, as_command, batches, with_controls
@@ -79,7 +79,9 @@ class CopyingOptions(ControlOptions):
     """What a passage is worth to a model that meets it again, by the distance in tokens."""
 
     lags: tuple[int, ...] | None = option(
-        None, "lags in tokens, beside T/4, T/2 and 3T/4 (default: 2T, 4T, 8T, 16T)"
+        None,
+        "lags in tokens, beside T/4, T/2 and 3T/4 (default: 2T, 4T, 8T, 16T)",
+        type=parse_lengths,
     )
     passages: int = option(64, "passages to copy", at_least=2)
 

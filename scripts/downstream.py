@@ -46,8 +46,6 @@ COLUMNS = [
 PAPER_TASKS = tuple(dict.fromkeys(column.split()[0] for column in COLUMNS))
 # Metrics that are shares of correct answers, printed in percent.
 SHARES = ("acc", "exact_match")
-# The bootstrap is for standard errors without a closed form, such as perplexity's.
-HARNESS = {"bootstrap_iters": 1000, "log_samples": False}
 # Tokens of a batch: the harness holds their logits, and their log-probabilities, all at once.
 BATCH_TOKENS = 4096
 
@@ -95,7 +93,12 @@ def measure(options: DownstreamOptions, run: Run, name: str) -> dict:
     model = harness_model(run, longest(options, run.config))
     try:
         results = lm_eval.simple_evaluate(
-            model, tasks=tasks[name], task_manager=manager, limit=options.limit, **HARNESS
+            model,
+            tasks=tasks[name],
+            task_manager=manager,
+            limit=options.limit,
+            bootstrap_iters=1000,  # for standard errors without a closed form, as perplexity's
+            log_samples=False,
         )
     except (AssertionError, ValueError) as error:  # the harness's own checks
         reason = str(error) or f"an answer has no or over {model.max_length} tokens"

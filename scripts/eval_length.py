@@ -195,28 +195,29 @@ def control(options: LossOptions, config: Config) -> LossOptions | None:
 
 
 def summarise(chunks: dict[str, dict]) -> dict:
-    """The lengths, and the losses there; those of the other attention under `apart` or `joined`."""
-    first, *others = by_attention(chunks).items()
-    summary = losses_by_length(first[1])
-    for documents, other in others:
-        summary[documents] = losses_by_length(other)
+    """The lengths, and the losses there; those of the other attention under `apart` or `joined`.
+
+    Measurements of older versions have no standard error.
+    """
+    summary: dict[str, Any] = {}
+    for documents, group in by_attention(chunks).items():
+        losses = {
+            "lengths": [chunk["length"] for chunk in group],
+            "loss": [chunk["loss"] for chunk in group],
+            "standard_error": [chunk.get("standard_error") for chunk in group],
+        }
+        summary |= {documents: losses} if documents else losses
     return summary
 
 
-def losses_by_length(chunks: list[dict]) -> dict:
-    """The lengths, and the losses there; measurements of older versions have no standard error."""
-    return {
-        "lengths": [chunk["length"] for chunk in chunks],
-        "loss": [chunk["loss"] for chunk in chunks],
-        "standard_error": [chunk.get("standard_error") for chunk in chunks],
-    }
-
-
-def by_attention(chunks: dict[str, dict]) -> dict[str | None, list[dict]]:
-    """The chunks by how attention reads documents, first as in training."""
-    grouped: dict[str | None, list[dict]] = {}
+def by_attention(chunks: dict[str, dict]) -> dict[str, list[dict]]:
+    """The chunks with attention as in training, under "", and others under `apart` or `joined`."""
+    grouped: dict[Any, list[dict]] = {}
+    as_trained = next(iter(chunks.values())).get("documents")
     for chunk in chunks.values():
-        grouped.setdefault(chunk.get("documents"), []).append(chunk)
+        documents = chunk.get("documents")
+        key = "" if documents == as_trained else documents
+        grouped.setdefault(key, []).append(chunk)
     return grouped
 
 
@@ -291,11 +292,9 @@ def gain(result: dict) -> float | None:
     if "control" not in result:
         return None
     control = result["control"]
-    loss_of_T_tokens = control["loss"][-1]
-    for length, loss in zip(control["lengths"], control["loss"], strict=True):
-        if length == result["trained_length"]:
-            loss_of_T_tokens = min(loss_of_T_tokens, loss)
-    return loss_of_T_tokens - result["loss"][-1]
+    losses = dict(zip(control["lengths"], control["loss"], strict=True))
+    loss_at_T = losses.get(result["trained_length"], math.inf)
+    return min(loss_at_T, control["loss"][-1]) - result["loss"][-1]
 
 
 # ---- the table and the pictures ----
@@ -375,7 +374,7 @@ def on_documents(results: Results) -> list[str]:
 
 
 def is_masked(result: dict) -> bool:
-    return next(iter(by_attention(result["parts"]))) == "apart"
+    return next(iter(result["parts"].values())).get("documents") == "apart"
 
 
 def plot(results: Results, title: str, by_position: bool = False) -> Figure:
@@ -384,11 +383,8 @@ def plot(results: Results, title: str, by_position: bool = False) -> Figure:
     first_drawn = int(FIRST_DRAWN * shortest)
     curves = []
     for name, result, is_control in with_controls(results):
-        trained, *others = by_attention(result["parts"]).items()
-        of_label = {name: trained[1]}
-        for documents, chunks in others:
-            of_label[f"{name}, {documents}"] = chunks
-        for label, chunks in of_label.items():
+        for documents, chunks in by_attention(result["parts"]).items():
+            label = f"{name}, {documents}" if documents else name
             x: Sequence[int] = [chunk["length"] for chunk in chunks]
             y = [chunk["loss"] for chunk in chunks]
             if by_position:

@@ -38,7 +38,7 @@ from tqdm import tqdm
 # for a script that is run as a file: the repository's modules are not beside it
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from config import Config, choices
+from config import Config
 from data.loader import shuffled
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
@@ -48,12 +48,12 @@ from model import GPT
 from optim import build_optimizers, build_scaler
 from runtime import checkpoint, run_folder
 from runtime.checkpoint import Training
-from runtime.device import open_device, pick_dtype
+from runtime.device import open_device
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import say
 from scripts.common.command_line import RUN, option, parse
-from scripts.common.options import Options
+from scripts.common.options import LoadingOptions, Options
 from scripts.common.retrieval import ASK
 from train import StepBatch, train
 
@@ -76,7 +76,7 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FineTuning:
+class FineTuning(LoadingOptions):
     """Fine-tune a run on the answerable questions of SQuAD 2.0."""
 
     out_dir: str | None = option(None, "the new run's folder (default: RUN_squad)")
@@ -88,10 +88,7 @@ class FineTuning:
     first_batch: int = option(
         0, "batch of the first step, to skip batches that diverge", at_least=0
     )
-    checkpoint: str = option("latest", "checkpoint of the run", choices=("latest", "best"))
     resume: bool = option(False, "continue the run in --out_dir from its last checkpoint")
-    device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
-    dtype: str = option("auto", "dtype of matrix products", choices=choices("dtype"))
 
 
 @command
@@ -114,8 +111,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
 
     # ---- model ----
     model = build_model(base).to(device)
-    dtype = pick_dtype(options.dtype, device)
-    kernels = check_kernels(model, base, dtype, say=say)
+    kernels = check_kernels(model, base, options.torch_dtype, say=say)
     weights = checkpoint.load_weights(model, run, options.checkpoint)
 
     # ---- data ----
@@ -148,7 +144,8 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
                 f"{out} is a run of {planned} steps, not {config.max_iters}: repeat its --epochs"
             )
     optimizers = build_optimizers(model, config)
-    training = Training(model, dtype, optimizers, build_scaler(device, dtype))
+    scaler = build_scaler(device, options.torch_dtype)
+    training = Training(model, options.torch_dtype, optimizers, scaler)
     if state is not None:
         training.restore(state, config)
 

@@ -57,7 +57,7 @@ from scripts.common.retrieval import (
     print_accuracies,
 )
 from scripts.common.runner import Evaluation, Results, Run, as_command
-from scripts.common.validation import TextOptions, accuracies, checked_tokens
+from scripts.common.validation import TextOptions, accuracies, checked_tokens, length_chunks
 
 CITIES = (
     "Accra, Amsterdam, Ankara, Athens, Auckland, Baghdad, Bangkok, Barcelona, Beijing, Berlin, "
@@ -157,8 +157,7 @@ def identify(options: NeedleOptions, config: Config) -> dict:
 
 def chunks(options: NeedleOptions, config: Config) -> dict[str, int | None]:
     """The lengths; the chunk with the needle scores has None instead."""
-    lengths: dict[str, int | None] = {str(n): n for n in options.lengths_of(config)}
-    return lengths | {options.scores: None}
+    return length_chunks(options, config) | {options.scores: None}
 
 
 def measure(options: NeedleOptions, run: Run, length: int | None) -> dict:

@@ -41,7 +41,7 @@ from scripts.common.retrieval import (
     print_accuracies,
 )
 from scripts.common.runner import NO_TEXT, Evaluation, Results, Run, as_command
-from scripts.common.validation import accuracies
+from scripts.common.validation import accuracies, length_chunks
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -66,11 +66,6 @@ def identify(options: PasskeyOptions, config: Config) -> dict:
     shortest_prompt = shortest(get_tokenizer(config.tokenizer))
     check_prompts(config, options.lengths_of(config), shortest_prompt)
     return NO_TEXT | {"trials": options.trials, "trial_seed": options.seed}
-
-
-def chunks(options: PasskeyOptions, config: Config) -> dict[str, int]:
-    """The lengths."""
-    return {str(length): length for length in options.lengths_of(config)}
 
 
 def measure(options: PasskeyOptions, run: Run, length: int) -> dict:
@@ -142,7 +137,7 @@ PASSKEY = Evaluation(
     name="passkey",
     options=PasskeyOptions,
     identify=identify,
-    chunks=chunks,
+    chunks=length_chunks,
     measure=measure,
     show=show,
 )

@@ -36,7 +36,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
+from tqdm import trange
 
 # for a script that is run as a file: the repository's modules are not beside it
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -60,14 +60,18 @@ SOLAR_SYSTEM = LSSAR["solar_system"]["rows"]
 INNER_PLANETS = 4
 WEEK, HALF_YEAR = TIME_STEPS
 # Labelled positions of a planet, and of each two-body system of the last tenth.
-VECTOR_LABELS, MAGNITUDE_LABELS = 10, 2
+VECTOR_LABELS = 10
+MAGNITUDE_LABELS = 2
 # Learning rates over the learning rate of training: the published 2e-4 and 6e-4 over 6e-4.
 LEARNING_RATES = {"vectors": 1 / 3, "magnitudes": 1.0}
 NEIGHBOURS = {"vectors": 5, "magnitudes": 2}  # of the oracle
 ARROWS = 40  # of a planet
 # Symbolic regression: draws of SAMPLE of the NEAREST positions, each searched RESTARTS times.
-NEAREST, DRAWS, SAMPLE, RESTARTS = 5000, 5, 1000, 3
-MAX_NODES, ITERATIONS, NEGLIGIBLE = 20, 100, 1e-8
+NEAREST = 5000
+DRAWS = 5
+SAMPLE = 1000
+RESTARTS = 3
+NEGLIGIBLE = 1e-8  # an error that counts as 0
 SMALLEST = 1e-300  # instead of 0 in a denominator or a logarithm
 VARIABLES = ("r", "m1", "m2")
 COLUMNS = ("cosine", "relative_error", "rank_correlation", "median_relative_error", "positive")
@@ -119,14 +123,6 @@ class Task:
     def targets(self) -> Floats:
         return self.forces / self.scale
 
-    def standardised(self) -> Floats:
-        """The states, scaled so that the labelled ones have mean 0 and variance 1."""
-        from sklearn.preprocessing import StandardScaler
-
-        scaler = StandardScaler().fit(self.states[self.labelled])
-        flat = self.states.reshape(-1, self.states.shape[-1])
-        return scaler.transform(flat).reshape(self.states.shape)
-
 
 def two_body_states(systems: Sequence[Elements], config: Config) -> tuple[Floats, Floats]:
     """Vectors from star to planet, and masses of planet and star: both [systems, points, 2].
@@ -145,7 +141,8 @@ def choose_labelled(states: Floats, count: int) -> NDArray[np.bool_]:
     """Choose `count` random points of each system, [systems, points]."""
     systems, points, _ = states.shape
     rng = np.random.default_rng(0)
-    order = rng.permuted(np.tile(np.arange(points), (systems, 1)), axis=1)
+    places = np.tile(np.arange(points), (systems, 1))
+    order = rng.permuted(places, axis=1)
     return order.argsort(axis=1) < count
 
 
@@ -214,11 +211,12 @@ def predict(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Floats
 def nearest_labels(task: Task, neighbours: int) -> Floats:
     """The mean target of each point's nearest labelled states."""
     from sklearn.neighbors import KNeighborsRegressor
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
 
-    states = task.standardised()
-    regressor = KNeighborsRegressor(neighbours)
-    regressor.fit(states[task.labelled], task.targets[task.labelled])
-    targets = regressor.predict(states.reshape(-1, states.shape[-1]))
+    regressor = make_pipeline(StandardScaler(), KNeighborsRegressor(neighbours))
+    regressor.fit(task.states[task.labelled], task.targets[task.labelled])
+    targets = regressor.predict(np.concatenate(task.states))  # of [systems * points, features]
     return targets.reshape(task.forces.shape)
 
 
@@ -234,9 +232,11 @@ def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Float
     )
     open_device(options.device)  # with the float32 precision of training
     torch.manual_seed(config.seed)
-    model = with_new_head(run.model, task.forces.shape[-1]).to(run.device).train()
+    outputs = task.forces.shape[-1]
+    model = with_new_head(run.model, outputs).to(run.device).train()
     optimizers = build_optimizers(model, config)
-    training = Training(model, run.dtype, optimizers, build_scaler(run.device, run.dtype))
+    scaler = build_scaler(run.device, run.dtype)
+    training = Training(model, run.dtype, optimizers, scaler)
     x = torch.from_numpy(task.tokens).long().to(run.device)
     labelled = np.where(task.labelled[..., None], task.targets, np.nan)
     y = torch.from_numpy(labelled).float().to(run.device)
@@ -249,7 +249,7 @@ def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Float
         errors = forces(tokens) - labels
         return errors[~labels.isnan()].square().sum()
 
-    for step in tqdm(range(options.steps), "fine-tuning", leave=False, disable=None):
+    for step in trange(options.steps, desc="fine-tuning", leave=False, disable=None):
         sequences = min(options.batch, len(x))
         order = epoch_order(step * sequences, sequences, len(x), config.seed)
         indices = torch.from_numpy(order)
@@ -258,9 +258,10 @@ def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Float
         micro_batches = zip(
             tokens.split(config.batch_size), labels.split(config.batch_size), strict=True
         )
-        batch = StepBatch(list(micro_batches), divisor=int((~labels.isnan()).sum()), tokens=0)
+        count = int((~labels.isnan()).sum())
+        batch = StepBatch(list(micro_batches), divisor=count, tokens=0)
         loss, norm = train_step(training, squared_error, batch, config.grad_clip)
-        if not is_finite_step(loss.item(), norm.item(), training.scaler):
+        if not is_finite_step(loss.item(), norm.item(), scaler):
             raise RuntimeError(
                 f"{run.path}: {probe} diverged at step {step + 1}: loss {loss}, gradient {norm}"
             )
@@ -302,18 +303,18 @@ def probe_vectors(options: PhysicsOptions, run: Run) -> dict:
             "true": true[::every].tolist(),
             "predicted": predicted[::every].tolist(),
         }
-    values = planets.values()
-    return {
-        "cosine": float(np.mean([planet["cosine"] for planet in values])),
-        "relative_error": float(np.mean([planet["relative_error"] for planet in values])),
-        "planets": planets,
-    }
+    means = {}
+    for column in ("cosine", "relative_error"):
+        values = [planet[column] for planet in planets.values()]
+        means[column] = float(np.mean(values))
+    return means | {"planets": planets}
 
 
 def probe_magnitudes(options: PhysicsOptions, run: Run) -> dict:
     """How the predicted F at positions without a label depends on r, m1 and m2."""
     from scipy.stats import spearmanr
     from sklearn.neighbors import NearestNeighbors
+    from sklearn.preprocessing import StandardScaler
 
     task = magnitude_task(run.config, options.pairs)
     unlabelled = ~task.labelled
@@ -325,15 +326,19 @@ def probe_magnitudes(options: PhysicsOptions, run: Run) -> dict:
     # log F = constant + sum of exponent * log variable
     log_states = np.log(states[positive])
     design = np.column_stack((np.ones(len(log_states)), log_states))
-    fit, *_ = np.linalg.lstsq(design, np.log(forces[positive]), rcond=None)
-    scaled = task.standardised()
-    neighbours = NearestNeighbors(n_neighbors=1).fit(scaled[task.labelled])
-    distance, _ = neighbours.kneighbors(scaled[unlabelled])
+    log_forces = np.log(forces[positive])
+    fit, *_ = np.linalg.lstsq(design, log_forces, rcond=None)
+    exponents = fit[1:].tolist()
+    # by the distance to the next labelled state, in standard deviations
+    scaler = StandardScaler()
+    neighbours = NearestNeighbors(n_neighbors=1)
+    neighbours.fit(scaler.fit_transform(task.states[task.labelled]))
+    distance, _ = neighbours.kneighbors(scaler.transform(states))
     nearest = np.argsort(distance[:, 0], kind="stable")[:NEAREST]
     return {
         "rank_correlation": float(spearmanr(forces, true).statistic),
         "median_relative_error": float(np.median(errors)),
-        "exponents": dict(zip(VARIABLES, fit[1:].tolist(), strict=True)),
+        "exponents": dict(zip(VARIABLES, exponents, strict=True)),
         "positive": float(positive.mean()),
         "positions": len(forces),
         "engine": f"pyoperon {importlib.metadata.version('pyoperon')}",
@@ -356,13 +361,14 @@ def find_laws(states: Floats, forces: Floats, seed: int) -> list[dict]:
     """The equation of best score for F, in each draw from these states [positions, (r, m1, m2)]."""
     rng = np.random.default_rng(seed)
     laws = []
-    for _ in tqdm(range(DRAWS), desc="symbolic regression", unit="draw"):
+    for _ in trange(DRAWS, desc="symbolic regression", unit="draw"):
         size = min(SAMPLE, len(forces))
         sample = rng.choice(len(forces), size, replace=False)
         x = states[sample]
         y = forces[sample]
         candidates = []
-        for search_seed in rng.integers(2**31, size=RESTARTS).tolist():
+        seeds = rng.integers(2**31, size=RESTARTS)
+        for search_seed in seeds.tolist():
             candidates += search(x, y, search_seed)
         best = best_score(candidates)
         score = {"nodes": best.nodes, "loss": best.loss}
@@ -386,8 +392,10 @@ def best_score(candidates: Sequence[Equation]) -> Equation:
         return front[0]
     losses = np.array([equation.loss for equation in front])
     nodes = np.array([equation.nodes for equation in front])
-    drops = -np.diff(np.log(np.maximum(losses, SMALLEST)))
-    return front[1 + int(np.argmax(drops / np.diff(nodes)))]
+    log_losses = np.log(np.maximum(losses, SMALLEST))
+    drops = -np.diff(log_losses)
+    best = np.argmax(drops / np.diff(nodes))
+    return front[1 + int(best)]
 
 
 def search(x: Floats, y: Floats, seed: int) -> list[Equation]:
@@ -399,8 +407,8 @@ def search(x: Floats, y: Floats, seed: int) -> list[Equation]:
     regressor = SymbolicRegressor(
         allowed_symbols="add,mul,div,sin,cos,exp,constant,variable",
         objectives=["mae", "length"],
-        max_length=MAX_NODES,
-        generations=ITERATIONS,
+        max_length=20,
+        generations=100,
         population_size=1000,
         max_evaluations=10**9,
         random_state=seed,
@@ -410,11 +418,12 @@ def search(x: Floats, y: Floats, seed: int) -> list[Equation]:
     for candidate in regressor.pareto_front_:
         if not candidate["variables"]:
             constant = np.full_like(y, median)
-            front.append(Equation(1, loss(constant, y), f"{median!r}"))
+            front.append(Equation(1, loss(constant, y), repr(median)))
             continue
-        predicted = regressor.evaluate_model(candidate["tree"], x) * scale
+        tree = candidate["tree"]
+        predicted = regressor.evaluate_model(tree, x) * scale
         if np.isfinite(predicted).all():
-            text = regressor.get_model_string(candidate["tree"], 12, list(VARIABLES))
+            text = regressor.get_model_string(tree, 12, list(VARIABLES))
             formula = f"{scale!r}*({text})"
             front.append(Equation(candidate["length"], loss(predicted, y), formula))
     return front
@@ -448,7 +457,8 @@ def law(formula: str, deviation: float) -> dict[str, Any]:
 
 def show(options: PhysicsOptions, results: Results) -> dict[str, Figure]:
     """Print the scores and the laws of every run, and draw the forces of all."""
-    table = [["", *(column.replace("_", " ") for column in COLUMNS), *VARIABLES]]
+    headings = [column.replace("_", " ") for column in COLUMNS]
+    table = [["", *headings, *VARIABLES]]
     for name, result in results.items():
         scores = result["parts"]["vectors"] | result["parts"]["magnitudes"]
         values = [scores[column] for column in COLUMNS]
@@ -467,35 +477,42 @@ def plot_forces(results: Results) -> Figure:
     truths = next(iter(runs.values()))
     rows = len(truths)
     columns = 1 + len(runs)
-    figure = Figure(figsize=(2.2 * columns + 0.4, 2.2 * rows + 0.4), layout="constrained")
+    width = 2.2 * columns + 0.4
+    height = 2.2 * rows + 0.4
+    figure = Figure(figsize=(width, height), layout="constrained")
     all_axes = figure.subplots(rows, columns, squeeze=False)
     for row, (planet, truth) in zip(all_axes, truths.items(), strict=True):
-        size = np.abs(truth["at"]).max()
-        longest = np.linalg.norm(truth["true"], axis=-1).max()
-        scale = longest / (0.6 * size)
         row[0].set_ylabel(planet)
-        draw_arrows(row[0], truth["at"], truth["true"], scale, "C0")
+        draw_arrows(row[0], truth, truth["true"], "C0")
         for axes, planets in zip(row[1:], runs.values(), strict=True):
-            draw_arrows(axes, truth["at"], planets[planet]["predicted"], scale, "C1")
+            draw_arrows(axes, truth, planets[planet]["predicted"], "C1")
     for axes, name in zip(all_axes[0], ("true", *runs), strict=True):
         axes.set_title(name, fontsize="medium")
     return figure
 
 
-def draw_arrows(axes: Axes, places: list, forces: list, scale: float, color: str) -> None:
-    """Draw forces [n, 2] at places [n, 2] around the Sun; `scale` is force per length."""
+def draw_arrows(axes: Axes, truth: dict, forces: list, color: str) -> None:
+    """Draw forces [n, 2] around the Sun, at the places and in the scale of the true ones."""
+    size = np.abs(truth["at"]).max()
+    lengths = np.linalg.norm(truth["true"], axis=-1)
     axes.quiver(
-        *np.transpose(places),
+        *np.transpose(truth["at"]),
         *np.transpose(forces),
         angles="xy",
         scale_units="xy",
-        scale=scale,
+        scale=lengths.max() / (0.6 * size),  # force per length
         width=0.008,
         color=color,
     )
     axes.plot(0, 0, "o", color="goldenrod", markersize=5)
-    edge = 1.25 * np.abs(places).max()
-    axes.set(xlim=(-edge, edge), ylim=(-edge, edge), aspect="equal", xticks=[], yticks=[])
+    edge = 1.25 * size
+    axes.set(
+        xlim=(-edge, edge),
+        ylim=(-edge, edge),
+        aspect="equal",
+        xticks=[],
+        yticks=[],
+    )
 
 
 PROBES = {"vectors": probe_vectors, "magnitudes": probe_magnitudes}

@@ -43,7 +43,13 @@ from scripts.common.labels import title_of
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.runner import Evaluation, Results, Run, as_command, batches
 from scripts.common.tables import print_table
-from scripts.common.validation import LengthOptions, accuracies, check_lengths, default_lengths
+from scripts.common.validation import (
+    LengthOptions,
+    accuracies,
+    check_lengths,
+    default_lengths,
+    length_chunks,
+)
 
 PERCENT = "answers that are right (%)"
 FEWEST = 30  # answers of a distance that is drawn
@@ -103,11 +109,6 @@ def identify(options: RecallOptions, config: Config) -> dict:
         "proportional": options.proportional,
         "recall": config.recall,
     }
-
-
-def chunks(options: RecallOptions, config: Config) -> dict[str, int]:
-    """The lengths."""
-    return {str(length): length for length in options.lengths_of(config)}
 
 
 def measure(options: RecallOptions, run: Run, length: int) -> dict:
@@ -262,7 +263,7 @@ RECALL = Evaluation(
     name="recall",
     options=RecallOptions,
     identify=identify,
-    chunks=chunks,
+    chunks=length_chunks,
     measure=measure,
     show=show,
     align=align,

@@ -29,7 +29,10 @@ class Sampling(Options):
     """Generate text with a trained model."""
 
     prompt: list[str] | None = option(
-        None, "text to continue, or FILE:PATH; may be repeated (default: the start of a document)"
+        None,
+        "text to continue, or FILE:PATH; may be repeated (default: the start of a document)",
+        type=str,
+        action="append",
     )
     num_samples: int = option(1, "texts to generate from each prompt", at_least=1)
     max_new_tokens: int = option(200, "tokens of each text", at_least=1)

@@ -177,7 +177,7 @@ def test_a_window_of_the_whole_length_changes_nothing(folder, text_file):
         options = eval_length.LossOptions(
             lengths=(64,),
             tokens=256,
-            text=(str(text_file),),
+            text=[str(text_file)],
             window=window,
             no_control=True,
         )
@@ -191,7 +191,7 @@ def test_a_window_of_the_whole_length_changes_nothing(folder, text_file):
 def test_in_one_layer_a_window_reads_each_position_with_its_last_keys_alone(save, text_file):
     folder = save("Llama", num_hidden_layers=1)
     model = read_model(f"hf:{folder}", 16)
-    options = eval_length.LossOptions(window=9, text=(str(text_file),))
+    options = eval_length.LossOptions(window=9, text=[str(text_file)])
     run = runner.load_run(model, options)
     tokens = tokens_in(text_file)
     x = tokens[None, :64]
@@ -311,7 +311,7 @@ def test_what_sdpa_leaves_out_is_computed(save, text_file):
     tokens = tokens_in(text_file)[None]
     x = tokens[:, :64]
     y = tokens[:, 1:65]
-    options = eval_length.LossOptions(text=(str(text_file),))
+    options = eval_length.LossOptions(text=[str(text_file)])
     for name, settings in (
         ("Gemma2", {"attn_logit_softcapping": 0.1, "sliding_window": 12}),
         ("GptOss", {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1}),
@@ -327,7 +327,7 @@ def test_what_sdpa_leaves_out_is_computed(save, text_file):
 def test_another_scaling_of_rope(save, text_file, scaling, kind):
     folder = save("Llama", max_position_embeddings=16)
     options = eval_length.LossOptions(
-        text=(str(text_file),),
+        text=[str(text_file)],
         rope=scaling,
         rope_factor=4.0,
         rope_theta=500.0,
@@ -363,7 +363,7 @@ def test_a_window_begins_with_what_the_tokenizer_puts_before_a_text(save, text_f
         special_tokens=[("<|endoftext|>", 256)],
     )
     tokenizer.save_pretrained(folder)
-    options = eval_length.LossOptions(text=(str(text_file),))
+    options = eval_length.LossOptions(text=[str(text_file)])
     run = runner.load_run(read_model(f"hf:{folder}", 16), options)
     tokens = tokens_in(text_file)[None]
     x = tokens[:, 5:25]

@@ -43,7 +43,7 @@ def test_every_option_comes_from_the_command_line():
         whole_documents=True,
         no_control=True,
         documents="trained",
-        text=("a.txt", "b.txt"),
+        text=["a.txt", "b.txt"],
         rope="yarn",
         rope_factor=2.5,
         rope_theta=500000.0,

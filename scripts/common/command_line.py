@@ -7,7 +7,7 @@ import argparse
 import math
 import re
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -20,15 +20,16 @@ PICTURES = (".png", ".pdf", ".svg")
 AnyOptions = TypeVar("AnyOptions")
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    at_least: int | None = None,
-    choices: Collection[str] | None = None,
-) -> Any:
-    """A field of a dataclass that is an option of the command, `--FIELD VALUE`."""
-    return field(default=default, metadata={"help": help, "at_least": at_least, "choices": choices})
+def option(default: Any, help: str, *, at_least: int | None = None, **settings: Any) -> Any:
+    """A field of a dataclass that is an option of the command, `--FIELD VALUE`.
+
+    `settings` go to argparse's add_argument. The type, if it is not among them, is the annotation's
+    first: int for `int | None`.
+    """
+    if default not in (None, False):
+        help += " (%(default)s)"
+    settings |= {"default": default, "help": help}
+    return field(default=default, metadata={"at_least": at_least, "settings": settings})
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,13 +43,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(re.sub(r"^argument (\S+):", r"\1", message))
 
 
-class StoreTuple(argparse.Action):
-    """Stores the values of an option that takes several."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
-        setattr(namespace, self.dest, tuple(values))
-
-
 def picture_file(text: str) -> Path:
     """The file of --out."""
     path = Path(text)
@@ -58,7 +52,7 @@ def picture_file(text: str) -> Path:
     return path
 
 
-def lengths_of(text: str) -> tuple[int, ...]:
+def parse_lengths(text: str) -> tuple[int, ...]:
     """Lengths in tokens, such as 1024,2048, in ascending order."""
     lengths = text.split(",")
     if not all(length.isdecimal() and int(length) for length in lengths):
@@ -66,6 +60,8 @@ def lengths_of(text: str) -> tuple[int, ...]:
     return tuple(sorted(set(map(int, lengths))))
 
 
+# The settings of an option that takes text files.
+FILES: dict[str, Any] = {"type": str, "nargs": "+", "metavar": "FILE"}
 RUN = {"metavar": "RUN", "help": "a run's folder, or a checkpoint (.pt) in it"}
 RUNS: dict[str, dict[str, Any]] = {
     "runs": {"nargs": "+"} | RUN,
@@ -92,7 +88,11 @@ def parse(
     options: tuple[Field, ...] = fields(kind)  # type: ignore[arg-type]
     hints = typing.get_type_hints(kind)
     for each in options:
-        parser.add_argument(f"--{each.name}", **argument_of(each, hints[each.name]))
+        hint = hints[each.name]
+        as_type: dict[str, Any] = {"type": next(iter(typing.get_args(hint)), hint)}
+        if hint is bool:
+            as_type = {"action": "store_true"}
+        parser.add_argument(f"--{each.name}", **(as_type | each.metadata["settings"]))
     parsed = parser.parse_args(argv)
     values = {}
     for each in options:
@@ -103,21 +103,3 @@ def parse(
             raise UserError(f"--{each.name} {value} must be a finite number")
         values[each.name] = value
     return kind(**values), parsed
-
-
-def argument_of(option: Field, hint: Any) -> dict[str, Any]:
-    """What argparse must know of an option with this type hint, such as `int | None`."""
-    help = option.metadata["help"]
-    if option.default not in (None, False):
-        help += " (%(default)s)"
-    settings: dict[str, Any] = {"default": option.default, "help": help}
-    if hint is bool:
-        return settings | {"action": "store_true"}
-    kind = next(iter(typing.get_args(hint)), hint)
-    if typing.get_origin(kind) is list:  # of texts, each after its own --OPTION
-        return settings | {"action": "append"}
-    if typing.get_origin(kind) is tuple:
-        if str in typing.get_args(kind):
-            return settings | {"nargs": "+", "metavar": "FILE", "action": StoreTuple}
-        kind = lengths_of
-    return settings | {"type": kind, "choices": option.metadata["choices"]}

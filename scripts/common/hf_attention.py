@@ -30,13 +30,11 @@ MakeMask = Callable[..., Tensor]
 
 @dataclass
 class Tiles:
-    """How the attention layers of a model compute, and what is recorded of one of them."""
+    """How the attention layers of a model compute, and what records the weights of some."""
 
     window: int | None = None  # the most last keys that a query sees in any layer
-    recorded: nn.Module | None = None  # the layer whose weights are recorded
-    reduce: Callable[[Tensor], Tensor] = lambda A: A  # of weights [B, H, queries, L]
-    rows: list[Tensor] = field(default_factory=list)  # what `reduce` made of each tile
-    keys: list[Tensor] = field(default_factory=list)  # that the queries of each tile see
+    # By layer what gets the weights [B, H, queries, L] of each tile, and which keys are visible.
+    recorders: dict[nn.Module, Callable[[Tensor, Tensor], None]] = field(default_factory=dict)
 
 
 def use_tiles(model: nn.Module) -> Tiles:
@@ -82,9 +80,9 @@ def attend(
     tiles: Tiles = layer.tiles
     L = q.shape[2]
     needs_eager = any(options.get(name) is not None for name in EAGER_ONLY)
-    is_recorded = layer is tiles.recorded
+    record = tiles.recorders.get(layer)
     compute: Any
-    if needs_eager or is_recorded:
+    if needs_eager or record is not None:
         compute = eager_attention(layer)
     elif mask is None and (tiles.window is None or tiles.window >= L):
         return sdpa_attention_forward(layer, q, k, v, None, **options)
@@ -99,9 +97,8 @@ def attend(
         tile = (q[:, :, start:stop], k[:, :, keys], v[:, :, keys])
         y, A = compute(layer, *tile, visible[..., keys], **options)
         outputs.append(y)
-        if is_recorded:
-            tiles.rows.append(tiles.reduce(F.pad(A.float(), (first, L - stop))))
-            tiles.keys.append(visible[0, 0].sum(-1))
+        if record is not None:
+            record(F.pad(A.float(), (first, L - stop)), visible)
     return torch.cat(outputs, dim=1), None
 
 

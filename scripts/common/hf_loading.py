@@ -64,36 +64,40 @@ class CausalLM:
 
     @torch.no_grad()
     def attention_weights(
-        self, idx: Tensor, layer: int, reduce: Callable[[Tensor], Tensor] = lambda A: A
+        self, idx: Tensor, layer: int, reduce: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return a layer's attention weights [B, H, L, L] for idx [B, L], and its rows' keys [L].
 
         The weights are reduced as by evaluation.layer_attention_weights; the keys are the number
         that each row sees. Raises UserError where the layer does not show its weights.
         """
-        self.tiles.rows.clear()
-        self.tiles.keys.clear()
-        self.tiles.reduce = reduce
+        rows: list[Tensor] = []  # of each tile
+        keys: list[Tensor] = []
+
+        def record(A: Tensor, visible: Tensor) -> None:
+            rows.append(reduce(A))
+            keys.append(visible[0, 0].sum(-1))
+
         for module in attention_layers(self.model):
             if getattr(module, "layer_idx", None) == layer:
-                self.tiles.recorded = module
+                self.tiles.recorders = {module: record}
         self.hidden(idx)
-        self.tiles.recorded = None
-        if not self.tiles.rows:
+        self.tiles.recorders = {}
+        if not rows:
             raise UserError(f"layer {layer} of this model has no attention that shows its weights")
-        return torch.cat(self.tiles.rows, dim=2), torch.cat(self.tiles.keys)
+        return torch.cat(rows, dim=2), torch.cat(keys)
 
     @torch.no_grad()
     def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Return the loss in nats of every target, in their shape, without holding all logits."""
         x = self.hidden(idx).flatten(0, 1)
-        losses = torch.empty(len(x), device=x.device)
+        losses = []
         size = max(1, LOGITS // self.model.config.get_text_config().vocab_size)
-        chunks = zip(x.split(size), targets.flatten().split(size), losses.split(size), strict=True)
-        for x_chunk, chunk_targets, chunk_losses in chunks:
+        chunks = zip(x.split(size), targets.flatten().split(size), strict=True)
+        for x_chunk, chunk_targets in chunks:
             logits = self.logits(x_chunk[None])[0].float()
-            chunk_losses.copy_(F.cross_entropy(logits, chunk_targets, reduction="none"))
-        return losses.view(targets.shape)
+            losses.append(F.cross_entropy(logits, chunk_targets, reduction="none"))
+        return torch.cat(losses).view(targets.shape)
 
 
 @torch.no_grad()

@@ -42,20 +42,13 @@ class ModelConfig(Config):
 
     source: str = ""  # a name on huggingface.co, or a folder
     sha256: str = ""  # of config and weights; of a name the commit on huggingface.co
-    last_position: int | None = None  # of learned positions
+    longest: int | None = None  # the last of learned positions
+    tokenizer_id: str = "of the model"  # the text is identified by its ids
     has_control: bool = False  # a window will be measured beside it
     text: tuple[str, ...] = ()  # files; () for the shards of data_dir
 
     def __post_init__(self) -> None:
         pass
-
-    @property
-    def longest(self) -> int | None:
-        return self.last_position
-
-    @property
-    def tokenizer_id(self) -> str:  # type: ignore[override]
-        return "of the model"  # the text is identified by its ids
 
     @cached_property
     def end_of_text(self) -> int:  # type: ignore[override]
@@ -119,7 +112,7 @@ def read_model(name: str, trained_length: int | None) -> ModelConfig:
         out_dir=source if is_folder else f"out/{source}",
         sha256=hash_model(Path(source)) if is_folder else commit_of(source),
         block_size=trained_length,
-        last_position=longest if positions == "learned" else None,
+        longest=longest if positions == "learned" else None,
         positions=positions,
         n_layer=config.num_hidden_layers,
         n_head=getattr(config, "num_attention_heads", 1),

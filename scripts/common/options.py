@@ -17,12 +17,24 @@ DEFAULT_ROPE = "dynamic_ntk"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class LoadingOptions:
+    """Which weights of a run are loaded, and what computes with them."""
+
+    checkpoint: str = option("latest", "checkpoint to load", choices=("latest", "best"))
+    device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
+    dtype: str = option("auto", "dtype of matrix products", choices=choices("dtype"))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return pick_dtype(self.dtype, pick_device(self.device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(LoadingOptions):
     """How to open a finished run."""
 
     task: ClassVar[str] = "language"  # only runs of this task can be opened
 
-    checkpoint: str = option("latest", "checkpoint to load", choices=("latest", "best"))
     rope: str | None = option(
         None,
         f"RoPE scaling: {', '.join(Rope.SCALINGS)} (default: {DEFAULT_ROPE}; for hf: models, "
@@ -40,13 +52,7 @@ class Options:
         None, "evaluate with another variant; it re-weights only with --p"
     )
     p: float | None = option(None, "another power of the re-weighting")
-    device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
-    dtype: str = option("auto", "dtype of matrix products", choices=choices("dtype"))
     attention_impl: str = option("auto", "attention path", choices=choices("attention_impl"))
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return pick_dtype(self.dtype, pick_device(self.device))
 
     def applied(self, config: Config) -> Config:
         """A run's config with the attention path, the variant and the p of the options.

@@ -126,26 +126,20 @@ def draw_curves(
     there are any; `marks` are places on the x axis with a dotted line.
     """
     figure, all_axes = panels(len(panels_of), sharey)
-    labels: list[str] = []
-    references: list[str] = []
+    labels: dict[str, int] = {}
+    references: dict[str, int] = {}
     points: set[float] = set()
     for curve in itertools.chain(*panels_of.values()):
         points.update(curve.x)
-        if curve.behind:
-            continue
         known = references if curve.reference else labels
-        if curve.label not in known:
-            known.append(curve.label)
+        if not curve.behind:
+            known.setdefault(curve.label, len(known))
     for (title, curves), axes in zip(panels_of.items(), all_axes, strict=True):
         for place in marks:
             axes.axvline(place, color="0.6", linestyle=":", linewidth=1)
         for curve in curves:
-            if curve.behind:
-                axes.plot(curve.x, curve.y, color="0.7", linestyle="--", lw=0.8, label=curve.label)
-            elif curve.reference:
-                draw_reference(axes, curve, references.index(curve.label))
-            else:
-                draw(axes, curve, labels.index(curve.label))
+            known = references if curve.reference else labels
+            draw(axes, curve, known.get(curve.label, 0))
         if thin and any(curve.thin for curve in curves):
             axes.plot([], [], color="0.3", linewidth=0.7, label=thin)
         for band in {curve.band for curve in curves if curve.band}:  # one in a panel
@@ -185,30 +179,26 @@ def draw_by_length(
     )
 
 
-def draw_reference(axes: Axes, curve: Curve, i: int) -> None:
-    """Draw a reference; the dashes of each are shorter than those of the one before."""
-    dashes = (0, (6 / (i + 1), 3))
-    axes.plot(curve.x, curve.y, color="0.3", linestyle=dashes, linewidth=1, label=curve.label)
-
-
 def draw(axes: Axes, curve: Curve, i: int) -> None:
-    """Draw a curve in the i-th style; 20 styles are distinct."""
+    """Draw a curve in the i-th style of its kind; 20 styles are distinct."""
     color = f"C{i % 10}"
-    if curve.thin:
-        axes.plot(curve.x, curve.y, color=color, linewidth=0.7, alpha=0.8)
-        return
-    axes.plot(
-        curve.x,
-        curve.y,
-        label=curve.label,
-        color=color,
-        linestyle="-" if i < 10 else "--",
-        alpha=0.8,
-        marker=MARKERS[i % len(MARKERS)],
-        markersize=4,
-        markevery=1 if len(curve.x) <= 20 else 0.1,  # a share of the axes' diagonal
-    )
-    if curve.deviation is not None:
+    style: dict[str, Any] = {"color": color, "alpha": 0.8}
+    if curve.behind:
+        style = {"color": "0.7", "linestyle": "--", "linewidth": 0.8}
+    elif curve.reference:
+        dashes = (0, (6 / (i + 1), 3))  # shorter than those of the reference before
+        style = {"color": "0.3", "linestyle": dashes, "linewidth": 1}
+    elif curve.thin:
+        style |= {"linewidth": 0.7}
+    else:
+        style |= {
+            "linestyle": "-" if i < 10 else "--",
+            "marker": MARKERS[i % len(MARKERS)],
+            "markersize": 4,
+            "markevery": 1 if len(curve.x) <= 20 else 0.1,  # a share of the axes' diagonal
+        }
+    axes.plot(curve.x, curve.y, label=None if curve.thin else curve.label, **style)
+    if curve.deviation is not None and not curve.thin:
         y = np.array(curve.y, dtype=float)
         deviation = np.array(curve.deviation, dtype=float)
         axes.fill_between(curve.x, y - deviation, y + deviation, color=color, alpha=0.2, lw=0)

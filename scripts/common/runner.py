@@ -81,7 +81,7 @@ from layers.selfcheck import check_kernels
 from layers.windows import largest_window, limit_windows
 from model import GPT
 from runtime import checkpoint, run_folder
-from runtime.device import autocast, environment, pick_device, pick_dtype
+from runtime.device import autocast, environment, pick_device
 from runtime.files import check_writable, is_writable, read_json, write_json
 from runtime.hf_config import PRETRAINED
 from runtime.source import definition_of, differs, source_hash
@@ -140,9 +140,22 @@ def load_run(path: AnyRun, options: Options | None = None) -> Run:
     device = pick_device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    trained = read_config(path)
     if isinstance(path, ModelConfig):
-        return open_pretrained(path, options, device)
-    trained = run_folder.read_config(path)
+        with autocast(device, options.torch_dtype):
+            # evaluations of text call nothing else of a GPT
+            model = cast(GPT, load_model(path, options, device))
+        facts = model_facts(path, options)
+    else:
+        model, facts = load_trained(path, trained, options, device)
+    config = options.applied(trained)
+    return Run(folder_of(path), config, model, device, options.torch_dtype, facts)
+
+
+def load_trained(
+    path: str | Path, trained: Config, options: Options, device: torch.device
+) -> tuple[GPT, dict]:
+    """Load a run that was trained with this config: its model, and `run_facts`."""
     config = options.applied(trained)
     model = open_model(config, options.window).to(device).eval()
     check_kernels(model, config, options.torch_dtype)
@@ -152,7 +165,6 @@ def load_run(path: AnyRun, options: Options | None = None) -> Run:
     if options.window is not None and options.window <= config.block_size:  # as of a control
         with autocast(device, options.torch_dtype):
             check_windows(model, options.window)
-    facts = run_facts(trained, weights, options, largest_window(model))
     folder = run_folder.folder_of(path)
     edited = checkpoint.edited_formulas(folder, trained)
     if edited:
@@ -160,21 +172,7 @@ def load_run(path: AnyRun, options: Options | None = None) -> Run:
     changed = checkpoint.changed_data(folder, trained)
     if changed:
         print(f"warning: {path} was trained on {changed}", file=sys.stderr)
-    return Run(folder, config, model, device, options.torch_dtype, facts)
-
-
-def open_pretrained(config: ModelConfig, options: Options, device: torch.device) -> Run:
-    """Load a model of transformers for evaluations of text."""
-    with autocast(device, options.torch_dtype):
-        model = load_model(config, options, device)
-    return Run(
-        folder_of(config),
-        options.applied(config),
-        cast(GPT, model),  # evaluations of text call nothing else
-        device,
-        options.torch_dtype,
-        model_facts(config, options),
-    )
+    return model, run_facts(trained, weights, options, largest_window(model))
 
 
 def open_model(config: Config, limit: int | None) -> GPT:
@@ -369,14 +367,11 @@ def measure_missing(
     facts = run.facts | identity(evaluation, options, run.config)
     chunks = evaluation.chunks(options, run.config)
     code = code_hash(evaluation)  # before the source may be edited
-    missing = list(chunks)
-    if not options.again:
-        known = find_measurement(read_measurements(file), facts).get("parts", {})
-        missing = [name for name in chunks if name not in known]
+    known = find_measurement(read_measurements(file), facts).get("parts", {})
+    missing = [name for name in chunks if options.again or name not in known]
     for name in tqdm(missing, str(run.path), unit="chunk"):
         values = evaluation.measure(options, run, chunks[name])
-        made = environment(options.device)
-        store(file, facts, name, values, code, made)
+        store(file, facts, name, values, code, environment(options.device))
 
 
 def stored(
@@ -520,7 +515,7 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
         pictures = evaluation.show(options, results)
         for name, run, path in zip(names, runs, paths, strict=True):
             figure = evaluation.draw_run(options, run, results[name])
-            if figure is not None and arguments.out is not None and len(runs) == 1:
+            if figure is not None and len(runs) == 1:
                 pictures[evaluation.name] = figure
             elif figure is not None:
                 picture = picture_path([path], evaluation.name)
@@ -594,7 +589,7 @@ def check_runs(
 
     `paths` are where pictures of the runs go.
     """
-    pick_dtype(options.dtype, pick_device(options.device))
+    pick_device(options.device)
     hint = "; --out FILE.png puts the picture and the measurements elsewhere"
     for run in runs:
         if not isinstance(run, ModelConfig):

@@ -18,7 +18,7 @@ from data.loader import Batches, copy_to, inputs_and_targets, validation_tokens
 from data.shards import check_tokenizer
 from errors import UserError
 from runtime.config_files import find_data, require_data_dir
-from scripts.common.command_line import option
+from scripts.common.command_line import FILES, option, parse_lengths
 from scripts.common.hf_models import ModelConfig, tokens_of
 from scripts.common.options import EvaluationOptions
 from scripts.common.runner import batches
@@ -33,7 +33,9 @@ class LengthOptions(EvaluationOptions):
     multiples: ClassVar[tuple[float, ...]] = (1, 2, 4, 8, 16)
 
     lengths: tuple[int, ...] | None = option(
-        None, "lengths in tokens, such as 1024,2048 (default: multiples of the training length)"
+        None,
+        "lengths in tokens, such as 1024,2048 (default: multiples of the training length)",
+        type=parse_lengths,
     )
 
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
@@ -46,9 +48,9 @@ class TextOptions(EvaluationOptions):
 
     data_dir: str | None = option(None, "shards to use instead of the run's")
 
-    def text_files(self) -> tuple[str, ...]:
+    def text_files(self) -> list[str]:
         """The files that a model of transformers is measured on."""
-        return ()
+        return []
 
     def applied(self, config: Config) -> Config:
         config = super().applied(config)
@@ -67,10 +69,10 @@ class ControlOptions(TextOptions):
     """Options of an evaluation that measures every run beside its `sliding_window`."""
 
     no_control: bool = option(False, "skip the sliding-window control of each run")
-    text: tuple[str, ...] | None = option(None, "text files to measure hf: models on")
+    text: list[str] | None = option(None, "text files to measure hf: models on", **FILES)
 
-    def text_files(self) -> tuple[str, ...]:
-        return self.text or ()
+    def text_files(self) -> list[str]:
+        return self.text or []
 
 
 def sliding_window(
@@ -103,6 +105,11 @@ def default_lengths(configs: Sequence[Config], multiples: Sequence[float]) -> tu
         lengths |= {int(multiple * config.block_size) for multiple in multiples}
         longest = min(longest, config.longest or math.inf)
     return tuple(sorted(length for length in lengths if length <= longest))
+
+
+def length_chunks(options: LengthOptions, config: Config) -> dict[str, int]:
+    """The lengths, for an evaluation that measures one after the other."""
+    return {str(length): length for length in options.lengths_of(config)}
 
 
 def accuracies(measurement: dict) -> dict[int, float]:
