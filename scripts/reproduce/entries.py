@@ -74,15 +74,25 @@ class Entry:
 # ---- the configs of configs/ ----
 
 
-def config_entry(name: str) -> Entry:
-    """Return the entry of a config in configs/ or configs/ablations/, from FILE or FILE:VIEW."""
-    run, _, view = name.partition(":")
-    return Entry(run, FILES[run], view=view)
+def config_entry(name: str, view: str = "") -> Entry:
+    """Return the entry of a config in configs/ or configs/ablations/, evaluated in this way."""
+    return Entry(name, FILES[name], view=view)
 
 
-def config_entries(*names: str) -> tuple[Entry, ...]:
-    """Return the entries of several configs."""
-    return tuple(config_entry(name) for name in names)
+def config_entries(*names: str, view: str = "") -> tuple[Entry, ...]:
+    """Return the entries of several configs, evaluated in this way."""
+    return tuple(config_entry(name, view) for name in names)
+
+
+def with_plain_rope(*names: str) -> tuple[Entry, ...]:
+    """Return two entries of each config: as it was trained, and without scaled RoPE."""
+    views = ("", "plain_rope")
+    return tuple(config_entry(name, view) for name in names for view in views)
+
+
+def at_other_p(name: str, *powers: int) -> tuple[Entry, ...]:
+    """Return the entries of a config as it was trained, and evaluated with these p."""
+    return (config_entry(name), *(config_entry(name, f"p{p}") for p in powers))
 
 
 def config_with(name: str, run: str, **settings: Any) -> Entry:

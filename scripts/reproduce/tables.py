@@ -40,12 +40,14 @@ from scripts.reproduce.entries import (
     TRUE_FORCES,
     UNTRAINED,
     Entry,
+    at_other_p,
     config_entries,
     config_entry,
     config_with,
     distinct,
     hybrid,
     with_p,
+    with_plain_rope,
 )
 from scripts.reproduce.headroom import HEADROOM
 from scripts.reproduce.kinds import (
@@ -75,29 +77,17 @@ LEAGUE = {
     "scales and norms": config_entries(
         "softmax", "softmax_logn", "ssmax", "ssmax_fixed", "qk_norm", "softcap"
     ),
-    "positions": config_entries(
-        "softmax",
-        "softmax_alibi",
-        "softmax_nope",
-        "swa",
-        "swa:plain_rope",
-        "hybrid",
-        "hybrid:plain_rope",
-        "hybrid_ssmax",
-        "hybrid_ssmax:plain_rope",
-        "hybrid_lssar_p5",
-        "hybrid_lssar_p5:plain_rope",
+    "positions": (
+        *config_entries("softmax", "softmax_alibi", "softmax_nope"),
+        *with_plain_rope("swa", "hybrid", "hybrid_ssmax", "hybrid_lssar_p5"),
     ),
     "sinks and gates": config_entries(
         "softmax", "softmax_off_by_one", "softmax_sink", "softpick", "gated", "fox"
     ),
-    "whole rows": config_entries(
-        "softmax",
-        "softmax:adaptive_temperature",
-        "sparsemax",
-        "entmax15",
-        "asentmax",
-        "stick_breaking",
+    "whole rows": (
+        config_entry("softmax"),
+        config_entry("softmax", view="adaptive_temperature"),
+        *config_entries("sparsemax", "entmax15", "asentmax", "stick_breaking"),
     ),
 }
 
@@ -107,21 +97,10 @@ P_SWEEP = (
     config_entry("softmax"),
     *(with_p("softmax", p) for p in POWERS),
 )
-P_AT_EVALUATION = config_entries(
-    "lssa",
-    "lssa:p3",
-    "lssa:p15",
-    "lssar_p3",
-    "lssar_p3:p1",
-    "lssar_p3:p5",
-    "lssar_p3:p15",
-    "lssar_p15",
-    "lssar_p15:p1",
-    "lssar_p15:p3",
-    "lssar_p15:p5",
-    "lssar_p15:p10",
-    "lssar_p15:p20",
-    "lssar_p15:p30",
+P_AT_EVALUATION = (
+    *at_other_p("lssa", 3, 15),
+    *at_other_p("lssar_p3", 1, 5, 15),
+    *at_other_p("lssar_p15", 1, 3, 5, 10, 20, 30),
 )
 
 
@@ -140,12 +119,10 @@ COMPONENTS = (
     *config_entries("lssa", "lssar_p3", "lssar_p15", "lssa_threshold"),
 )
 
-ROPES = config_entries(
-    *(
-        f"{config}:{view}"
-        for config in ("softmax", "ssmax", "lssar_p15")
-        for view in ("none", "linear", "dynamic_ntk", "yarn", "ntk16")
-    )
+ROPES = tuple(
+    config_entry(name, view)
+    for name in ("softmax", "ssmax", "lssar_p15")
+    for view in ("none", "linear", "dynamic_ntk", "yarn", "ntk16")
 )
 
 
@@ -193,7 +170,7 @@ def by_positions(normaliser: str) -> dict[str, Entry]:
     """Return the entries of a normaliser, by what their positions are called."""
     return {
         "RoPE, scaled": config_entry(normaliser),
-        "RoPE, plain": config_entry(f"{normaliser}:plain_rope"),
+        "RoPE, plain": config_entry(normaliser, view="plain_rope"),
         "no positions": config_with(normaliser, f"{normaliser}_nope", positions="none"),
         "ALiBi": config_with(normaliser, f"{normaliser}_alibi", positions="alibi"),
         "hybrid": replace(hybrid(normaliser), view="plain_rope"),
@@ -213,13 +190,15 @@ NORMALISERS = (
 )
 RECALL = {normaliser: by_positions(normaliser) for normaliser in NORMALISERS}
 
-TEXT_AND_RECALL = config_entries(
-    "softmax",
-    "softmax:plain_rope",
-    "hybrid:plain_rope",
-    "hybrid_ssmax:plain_rope",
-    "hybrid_ssmax_quarter:plain_rope",
-    "hybrid_lssar_p5:plain_rope",
+TEXT_AND_RECALL = (
+    *with_plain_rope("softmax"),
+    *config_entries(
+        "hybrid",
+        "hybrid_ssmax",
+        "hybrid_ssmax_quarter",
+        "hybrid_lssar_p5",
+        view="plain_rope",
+    ),
 )
 TEXT_AND_RECALL_NOTE = (
     "Half of the steps are of text, half of recall. `:plain_rope` has no dynamic NTK."
@@ -471,7 +450,8 @@ EXPERIMENTS = {
         entries=(
             *(entry for entries in RECALL.values() for entry in entries.values()),
             *config_entries("stick_breaking", "fox", "asentmax", "softpick"),
-            *config_entries("swa:plain_rope", "gated", "qk_norm"),
+            config_entry("swa", view="plain_rope"),
+            *config_entries("gated", "qk_norm"),
         ),
         multiples=RecallOptions.multiples,
         values=accuracies_if_learned,
