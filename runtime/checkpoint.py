@@ -222,13 +222,14 @@ def write_header(
         record["changes"] = [change for change in before.changes if change["step"] < resumed_at]
         if changes:
             record["changes"].append({"step": resumed_at, **changes})
-    write_json(run / "environment.json", record)
     patch = f"uncommitted_{resumed_at:06d}.patch" if resumed_at else "uncommitted.patch"
     if record["modified"]:
         with atomic_write(run / patch) as file:
             file.write(uncommitted())
     else:
         (run / patch).unlink(missing_ok=True)
+    record["modified"] = any(run.glob("uncommitted*.patch"))  # at this start or an earlier one
+    write_json(run / "environment.json", record)
 
 
 def settings_of(config: Config) -> dict[str, Any]:

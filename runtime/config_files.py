@@ -213,11 +213,12 @@ def require_data_dir(config: Config) -> None:
     recorded = recorded_data_dir(Path(config.out_dir))
     if recorded is None or os.path.exists(config.data_dir):
         return
+    advice = "name the folder of the shards with --data_dir"
+    trained_on = f"{recorded}, on which {config.out_dir} was trained,"
+    if os.path.abspath(config.data_dir) == str(recorded):
+        raise UserError(f"{trained_on} does not exist: {advice}")
     state = "exists" if recorded.exists() else "does not exist either"
-    raise UserError(
-        f"{config.data_dir} does not exist here, and {recorded}, on which {config.out_dir} was "
-        f"trained, {state}: name the folder of the shards with --data_dir"
-    )
+    raise UserError(f"{config.data_dir} does not exist here, and {trained_on} {state}: {advice}")
 
 
 def find_data(data_dir: str) -> str:

@@ -273,16 +273,22 @@ def describe(
         keys = getattr(config, key)
         if keys is not None and keys >= config.block_size:
             lines.append(f"{key} = {keys} hides nothing at block_size = {config.block_size}")
-    if 0 < config.max_iters <= config.warmup_iters:
-        lines.append(
-            f"warning: warmup_iters = {config.warmup_iters} of max_iters = {config.max_iters} "
-            "steps: the learning rate only rises"
-        )
+    lines += describe_warm_up(config)
     lines += faster_dtype(config, training.device)
     if config.dry_run:
         checks = "all checks passed" if loader else "all checks passed except on the data"
         lines.append(f"dry run: {checks}; nothing was written")
     return "\n".join(lines)
+
+
+def describe_warm_up(config: Config) -> list[str]:
+    """A warning where the warm-up is as long as the run."""
+    if not 0 < config.max_iters <= config.warmup_iters:
+        return []
+    return [
+        f"warning: warmup_iters = {config.warmup_iters} of max_iters = {config.max_iters} steps: "
+        "the learning rate only rises"
+    ]
 
 
 def describe_jump(config: Config, training: "Training") -> list[str]:

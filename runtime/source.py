@@ -131,9 +131,11 @@ def nodes_of(definition: Definition) -> list[Any]:
 
 @functools.cache
 def names_set_by(statement: Any) -> set[str]:
-    """The names that a statement at the top of a module sets; all names in a call or X += y."""
+    """The names that a statement at the top of a module sets; all names in a loop or X += y."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return {statement.name}
+    if isinstance(statement, ast.Expr):  # a call may change anything
+        return {"*"}
     places = [statement]
     if isinstance(statement, ast.Assign):
         places = statement.targets

@@ -38,7 +38,7 @@ def compared(call, commands, scale, shards, tmp_path):
                 common.append(f"--data_dir={shards}")
         call(compare, *arguments, *common)
         folders = (tmp_path / "results").glob("*/compare_*")
-        return max(folders, key=lambda folder: folder.stat().st_mtime)
+        return max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
 
     return run
 
@@ -155,6 +155,9 @@ def test_runs_of_other_data_are_not_paired(compared, commands, shards, tmp_path,
     arguments = ("--lengths=16", f"--data_dir={data}")
     compared(SOFTMAX, LSSAR, *arguments)
     commands.clear()
+    moved = shutil.copytree(data, tmp_path / "moved")
+    compared(SOFTMAX, LSSAR, "--lengths=16", f"--data_dir={moved}")
+    assert not commands  # the same data, wherever they lie
     for path in data.glob("*_train_*.bin"):
         reverse_shard(path)
     run = tmp_path / "out/small/softmax/seed1337"
@@ -184,6 +187,12 @@ def test_a_run_with_another_rate_in_between_is_not_paired(train):
     assert plan.difference() == "learning_rate = 0.001, not 0.01"
     train(*resume, "--max_iters=9", "--learning_rate=1e-2")
     assert plan.difference() == "learning_rate = 0.001 from step 6 on"
+
+
+def test_a_plan_warns_of_a_warm_up_as_long_as_the_run(compared, capsys):
+    compared(SOFTMAX, LSSAR, "--max_iters=3", "--warmup_iters=3", "--plan")
+    warning = "warning: warmup_iters = 3 of max_iters = 3 steps: the learning rate only rises"
+    assert capsys.readouterr().out.count(warning) == 1
 
 
 def test_data_that_change_between_two_runs_are_said(

@@ -304,6 +304,9 @@ def test_a_run_finds_its_relative_data_from_anywhere(
     monkeypatch.setattr("sys.argv", ["train.py", "--resume", str(run), "--max_iters=5"])
     refused(train_main, says=says)
     refused(call, eval_length, run, says=says)
+    # where the run recorded the folder that the command names, one name is enough
+    monkeypatch.setattr("sys.argv", [*given[:2], f"--data_dir={data}", *given[3:]])
+    refused(train_main, says=(f"error: {data}, on which {run} was trained, does not exist: name",))
 
 
 @pytest.mark.parametrize("argument", ["--help", "--lerning_rate=1"])

@@ -196,6 +196,10 @@ def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     assert (run / "uncommitted_000200.patch").read_bytes() == patch
     (repository / "mine.py").unlink()
     git(repository, "checkout", "model.py")
+    # a start without changes does not hide those of an earlier one
+    checkpoint.write_header(run, Config(resume=True), {}, 400, {})
+    assert json.loads((run / "environment.json").read_text())["modified"]
+    assert not (run / "uncommitted_000400.patch").exists()
     git(repository, "apply", run / "uncommitted.patch")
     assert (repository / "model.py").read_bytes() == changed
     assert (repository / "mine.py").read_text() == "attention = 'mine'\n"

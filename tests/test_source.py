@@ -278,6 +278,14 @@ SHAPES = """
 import sys
 
 
+def set_up():
+    global by
+    by = 1.0
+
+
+set_up()
+
+
 def gain(z, by):
     return z * by
 
@@ -313,6 +321,7 @@ EDITED_MODULES = {
     "what a module's function calls": ("z.abs() * by", "z.abs() + by"),
     "what is imported": ("return z * by", "return z + by"),
     "a base class": ("clamp_min(self.low)", "clamp_max(self.low)"),
+    "what a call at the top sets": ("by = 1.0", "by = 2.0"),
 }
 
 

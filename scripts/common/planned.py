@@ -87,10 +87,13 @@ class PlannedRun:
             return None
         saved = comparable(run_folder.read_config(self.folder))
         planned = comparable(self.config)
+        began = checkpoint.began_in(self.folder)
+        # the same data may lie in several folders: changed_data compares them
+        compares_data = bool(began.data) and Path(self.config.data_dir).exists()
         for key in LEARNED:
-            if saved[key] != planned[key]:
+            if saved[key] != planned[key] and not (key == "data_dir" and compares_data):
                 return f"{key} = {saved[key]!r}, not {planned[key]!r}"
-        for change in checkpoint.began_in(self.folder).changes:
+        for change in began.changes:
             for key in change.keys() - {"step"} - MAY_CHANGE:
                 return f"{key} = {change[key][1]!r} from step {change['step']} on"
         if self.base is not None:

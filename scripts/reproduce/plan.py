@@ -10,6 +10,7 @@ from config import Config, micro_batch_size
 from data.tasks import TASKS
 from layers.build import build_model
 from runtime.device import PEAK_FLOPS, open_device
+from runtime.log import describe_warm_up
 from scripts.benchmark import prepare, timed_step
 from scripts.common.planned import PlannedRun, processes_of
 from scripts.common.tables import print_table
@@ -41,6 +42,8 @@ def print_price(runs: Sequence[PlannedRun], out: Path) -> None:
     for folder in dict.fromkeys(folders):
         if not Path(folder).exists():
             print(f"data missing: {folder}; data.fineweb or data.text makes such a folder")
+    for warning in dict.fromkeys(line for run in left for line in describe_warm_up(run.config)):
+        print(warning)
     disk = 0.0
     flop = 0.0
     for run in left:
