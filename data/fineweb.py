@@ -48,8 +48,7 @@ def open_dataset(
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, too
         if args.parquet:
-            data_files = patterns(args.parquet)
-            builder = datasets.load_dataset_builder("parquet", data_files=data_files)
+            builder = datasets.load_dataset_builder("parquet", data_files=patterns(args.parquet))
         else:
             dataset_info(repo, timeout=10)  # raises at once, not after minutes of retries
             builder = datasets.load_dataset_builder(repo, args.name)
