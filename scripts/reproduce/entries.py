@@ -86,13 +86,18 @@ def config_entries(*names: str, view: str = "") -> tuple[Entry, ...]:
 
 def with_plain_rope(*names: str) -> tuple[Entry, ...]:
     """Return two entries of each config: as it was trained, and without scaled RoPE."""
-    views = ("", "plain_rope")
-    return tuple(config_entry(name, view) for name in names for view in views)
+    entries = []
+    for name in names:
+        entries += [config_entry(name), config_entry(name, "plain_rope")]
+    return tuple(entries)
 
 
 def at_other_p(name: str, *powers: int) -> tuple[Entry, ...]:
     """Return the entries of a config as it was trained, and evaluated with these p."""
-    return (config_entry(name), *(config_entry(name, f"p{p}") for p in powers))
+    entries = [config_entry(name)]
+    for p in powers:
+        entries.append(config_entry(name, f"p{p}"))
+    return tuple(entries)
 
 
 def config_with(name: str, run: str, **settings: Any) -> Entry:
@@ -245,7 +250,9 @@ def open_scale(name: str, out: str, task: str = "language", settings: Sequence[s
     task, and for settings that are not FREE.
     """
     folder = "" if task == "language" else task.split("+")[-1]
-    scales: dict[str, list[str]] = {} if folder else {"124m": []}
+    scales: dict[str, list[str]] = {}
+    if not folder:
+        scales["124m"] = []
     for path in sorted((CONFIGS / "scales" / folder).glob("*.py")):
         scales[path.stem] = [str(path)]
     if name.endswith(".py"):

@@ -42,11 +42,11 @@ def print_price(runs: Sequence[PlannedRun], out: Path) -> None:
     for folder in dict.fromkeys(folders):
         if not Path(folder).exists():
             print(f"data missing: {folder}; data.fineweb or data.text makes such a folder")
-    for warning in dict.fromkeys(line for run in left for line in describe_warm_up(run.config)):
-        print(warning)
     disk = 0.0
     flop = 0.0
+    warnings: set[str] = set()
     for run in left:
+        warnings |= set(describe_warm_up(run.config))
         with torch.device("meta"):
             model = build_model(run.config)
         parameters = model.count_parameters()
@@ -55,6 +55,8 @@ def print_price(runs: Sequence[PlannedRun], out: Path) -> None:
             checkpoints += run.config.max_iters // run.config.keep_every
         disk += parameters * (checkpoints * CHECKPOINT_BYTES + BEST_BYTES)
         flop += model.flops_per_token() * run.tokens_left
+    for warning in sorted(warnings):
+        print(warning)
     if not left:
         return
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
