@@ -4,6 +4,7 @@ Nothing here imports torch, so that --help and error messages appear at once.
 """
 
 import ast
+import functools
 import hashlib
 import os
 import runpy
@@ -107,9 +108,9 @@ def shown(value: Any) -> str:
 def read_file(path: str) -> dict[str, Any]:
     """The settings that a config file assigns, or the settings of a run.
 
-    A config file may also import modules, and define functions, names with a leading underscore,
-    and values that it uses. Raises UserError for a value that it never uses, which may be a
-    misspelt setting, and for a name that resembles a setting's.
+    A config file may also import modules, and define functions and values of its own. Warns of a
+    value that it never uses, which may have been meant as a setting. Raises UserError for a name
+    that resembles a setting's.
     """
     if os.path.isdir(path) or os.path.basename(path) == "config.json":
         return read_run(path.removesuffix("config.json"))
@@ -133,11 +134,18 @@ def read_file(path: str) -> dict[str, Any]:
         if key in SETTINGS:
             values[key] = value
         elif not (key.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
-            if key in unused:
-                require_known_setting(key, path, "which is neither a setting nor used in the file")
             if did_you_mean(key, SETTINGS, cutoff=0.8):
                 require_known_setting(key, path)
+            if key in unused:
+                warn_once(f"{path} sets {key!r}, which is neither a setting nor used in the file")
     return values
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Print a warning, however often a file is read, and by one of several ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {message}", file=sys.stderr)
 
 
 def did_you_mean_run(path: str | Path) -> str:
@@ -230,10 +238,12 @@ def find_data(data_dir: str) -> str:
     return data_dir
 
 
-def require_known_setting(key: str, where: str, why: str = "which is not a setting") -> None:
+def require_known_setting(key: str, where: str) -> None:
     if key not in SETTINGS:
         hint = did_you_mean(key, SETTINGS)
-        raise UserError(f"{where} sets {key!r}, {why}; {hint}python train.py --help lists them")
+        raise UserError(
+            f"{where} sets {key!r}, which is not a setting; {hint}python train.py --help lists them"
+        )
 
 
 def parse(key: str, text: str) -> Any:
