@@ -1,22 +1,23 @@
 """The mathematics of attention: a table of variants, and the readable reference for all of them.
 
-A variant of the papers chooses the scores, their normalisation and a re-weighting. For one head of
-size d, row i (of query i) sees n_i keys, the last of which has the position of the query:
+A variant has scores, a normalisation and, optionally, a re-weighting, as in the papers. In a head
+of size d, query i (counted from 1) sees n_i keys, the last of them at its own position:
 
     scores      z_ij = scale_i q_i . k_j + bias_i              the argument of phi
     normalise   A_ij = phi(z_ij) / norm_i, i - n_i < j <= i    stage 1
-    re-weight   A_ij <- relu(n_i A_ij - o_i)^p, then l1        stage 2: with p, or a `reweight`
+    re-weight   A_ij <- relu(n_i A_ij - o_i)^p, then l1        stage 2, if p is set
 
 q and k are at unit length if the variant says `l2_normalise`. norm_i is the row's l1 norm or a
-function of n_i. Where a weight depends on the whole row, `row_weights` replaces phi and norm.
+function of n_i. A variant may have another stage 2, its `reweight`. Where a weight depends on the
+whole row, `row_weights` replaces phi, norm and stage 2.
 
 o_i is 0 for n_i <= 3 and 1 beyond (LSSAR, Algorithm 1). n_i is i or, with a window of W keys,
-min(i, W). With `document_mask` i counts from the first token of the row's document, the first key
-that the row sees. The papers have neither; here every n in their formulas is n_i. L is the training
-length, block_size, also in a longer text.
+min(i, W). With `document_mask` i counts from the first token of the query's document. The papers
+have no windows and no document masks: every n in their formulas is read as n_i. L is always the
+training length (block_size), also where a longer text is evaluated.
 
-A layer's settings combine with any variant, but for a sink, which needs l1 and phi(0) > 0. They
-apply in this order:
+Any variant takes these settings of a layer, but a sink needs l1 and a phi that is never negative
+and positive at 0. They apply in this order:
 
     softcap     x = scale_i q_i . k_j becomes c tanh(x / c)                            (Gemma 2)
     ALiBi       z_ij gets -slope_h (i - j), slope_h = 2^(-8 h / H), h from 1           (Press 2021)
@@ -31,8 +32,8 @@ Nakanishi 2025); an entry from another paper names it.
 To add a variant, add an entry to `VARIANTS`, and a `Phi` if its function is new. The package
 attention_paths computes the same weights fast. What does not fit an entry (scores mixed across
 heads, the two maps of differential attention) is a module that layers.heads.build_attention
-returns instead of attention_paths.module.Attention. Where it has a `window`, or contains an
-Attention, evaluations may lower the window.
+returns instead of attention_paths.module.Attention. If it has a `window`, or contains an Attention,
+evaluations (--window, the control) lower it.
 """
 
 import math
@@ -61,13 +62,12 @@ class Phi:
     """The function phi that turns a score into a weight, before normalisation."""
 
     function: Callable[[Tensor], Tensor]
-    # A z with phi(z) = 0, which `check_variant` checks: the causal mask sets the scores of hidden
-    # keys to it.
+    # The score of hidden keys. phi must be 0 there, which attention_paths.check makes sure of.
     zero: float = -math.inf
     # phi takes negative values: l1 then sums absolute values, and stage 2 is refused.
     signed: bool = False
-    # A shift that l1 cancels, computed from a row's largest score and added to all of its scores so
-    # that phi neither overflows nor underflows.
+    # From a row's largest score to a number that is added to all scores of the row, so that phi
+    # neither overflows nor underflows, and that l1 cancels. torch.neg subtracts the largest score.
     shift: Callable[[Tensor], Tensor] | None = None
     # Its entry in attention_paths.kernels.phi.PHIS; None: no fused kernel.
     kernel: str | None = None
@@ -119,8 +119,8 @@ class Rows:
     """
 
     n: Tensor  # [Lq, 1] keys that each row sees; [B, 1, Lq, 1] with document_positions
-    last: Tensor  # [Lq, 1] the last of them, counted from the first key of the call
-    keys: Tensor  # [Lk] the position of each key, counted as `last` is
+    last: Tensor  # [Lq, 1] the last of them, each query's own: its index among the call's keys
+    keys: Tensor  # [Lk] 0 .. Lk - 1: last - keys is the distance
     head: Tensor  # [H, 1, 1] counted from 0
     window: int | None
     d: int  # head size
@@ -192,7 +192,7 @@ class Variant:
     `scale`, `bias` and `norm` broadcast against [B, H, Lq, 1], a keyed bias against [B, H, Lq, Lk].
     """
 
-    phi: Phi  # with row_weights it is not computed: EXPM1 names softpick's kernel
+    phi: Phi  # not computed where there are row_weights; EXPM1 selects softpick's kernel
     scale: RowTerm = inverse_sqrt_d
     bias: RowTerm | None = None
     keyed: bool = False  # its bias differs between the keys of a row; it has no fused kernel
@@ -206,13 +206,13 @@ class Variant:
     # replaces phi, norm and stage 2, where a weight depends on the whole row: from scores
     # [.., Lq, Lk], -inf for hidden keys, to weights
     row_weights: RowFunction | None = None
-    # stage 2, from the normalised weights to the weights
+    # stage 2, from the normalised weights to the weights; relu_power changes nothing without p
     reweight: RowFunction = relu_power
     needs_p: bool = False
 
     @property
     def is_l1(self) -> bool:
-        """Tell whether the weights are phi, then l1, then at most relu_power."""
+        """Tell whether the weights are phi, then l1 and, with p, relu_power."""
         if self.norm is not None or self.row_weights is not None:
             return False
         return self.reweight is relu_power
@@ -276,9 +276,9 @@ def s_p_n_plus_b(rows: Rows) -> Tensor:
 
 
 def adaptive_log_n(rows: Rows) -> Tensor:
-    """Compute 1 + beta (log n)^gamma, beta and gamma functions of the row's input.
+    """Compute (1 + softplus(u) log(n + 1)^(2 tanh w)) / sqrt(d), u and w from the row's input.
 
-    As in the ASEntmax authors' code, the logarithm is of n + 1, and gamma lies within -2 and 2.
+    The paper has 1 + beta (log n)^gamma. The authors' code has n + 1, and limits the exponent.
     """
     beta = F.softplus(rows.u)
     exponent = 2 * rows.w.tanh()
@@ -356,7 +356,7 @@ def entmax(z: Tensor, power: int) -> Tensor:
     """
     z = z / power
     z = z - row_max(z)
-    z = z.clamp_min(-2)  # tau is within -1 to 0
+    z = z.clamp_min(-2)  # removes -inf and changes no weight: tau is within -1 to 0
 
     def newton_step(z: Tensor, tau: Tensor | float) -> Tensor:
         above = (z - tau).relu()
@@ -405,7 +405,7 @@ def adaptive_temperature(z: Tensor, rows: Rows) -> Tensor:
     A = log_A.exp()
     entropy = -(A * log_A).sum(-1, keepdim=True)
     beta = torch.zeros_like(entropy)
-    for coefficient in (-0.037, 0.481, -2.3, 4.917, -1.791):
+    for coefficient in (-0.037, 0.481, -2.3, 4.917, -1.791):  # the paper's fit, from entropy^4 down
         beta = beta * entropy + coefficient
     beta = torch.where(entropy > 0.5, beta.clamp_min(1), 1)
     z = z.masked_fill(hidden, 0) * beta
@@ -552,7 +552,7 @@ def attention_weights(
     z = mask_hidden(z, rows, variant)
     if variant.row_weights is not None:
         return variant.row_weights(z, rows)
-    if rows.sink is not None:  # the last column
+    if rows.sink is not None:  # becomes the last column
         sink = rows.sink.expand(*z.shape[:3], 1)
         z = torch.cat((z, sink), dim=-1)
     shift = shift_of(variant, rows)
@@ -561,10 +561,10 @@ def attention_weights(
     A = variant.phi.function(z)
     if variant.norm is not None:
         A = A / variant.norm(rows)
-    elif rows.p is None or variant.reweight is not relu_power:  # with p, relu_power has its own l1
+    elif rows.p is None or variant.reweight is not relu_power:  # with p, relu_power does the l1
         A = l1_normalise(A, variant.phi.signed)
     A = variant.reweight(A, rows)
-    return A[..., : len(rows.keys)]
+    return A[..., : len(rows.keys)]  # without the sink
 
 
 def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:

@@ -18,7 +18,6 @@ from errors import UserError, check_choice
 
 ROOT = Path(__file__).parent
 # Values of `needs`: the settings, and their values, without which another has no effect.
-NOTHING: dict[str, tuple] = {}
 ROPE = {"positions": ("rope",)}
 LINEAR = {"projections": ("linear",)}
 TPA = {"projections": ("tpa",)}
@@ -27,35 +26,36 @@ ORBITS = {"task": ("orbits",)}
 LANGUAGE = {"task": ("language", "language+recall")}
 RECALL = {"task": ("recall", "language+recall")}
 
-# Sequences of a micro-batch where batch_size does not say: more are hardly faster.
+# Most sequences of a micro-batch where batch_size is 0: more are hardly faster.
 LARGEST_BATCH = 64
 
-# Numbers within limits, in the words that refuse a value beyond them.
+# Numbers within limits, which the error message names in these words.
 PositiveInt = Annotated[int, ("at least", 1)]
 NonNegativeInt = Annotated[int, ("at least", 0)]
 PositiveFloat = Annotated[float, ("above", 0)]
 NonNegativeFloat = Annotated[float, ("at least", 0)]
 FloatFromOne = Annotated[float, ("at least", 1)]
-Fraction = Annotated[float, ("at least", 0), ("below", 1)]
+FractionBelowOne = Annotated[float, ("at least", 0), ("below", 1)]
 
 T = TypeVar("T")
 
 
-def setting(default: T, help: str, needs: dict[str, tuple] = NOTHING) -> T:
-    """A field of Config: its default and its line of --help. Its type has the values allowed.
+def setting(default: T, help: str, needs: dict[str, tuple] | None = None) -> T:
+    """Declare a field of Config: its default and its line of --help. Its type limits its values.
 
     `needs` names other settings, and the values of each with which this one has an effect: with
     other values anything but the default is refused.
     """
-    return field(default=default, metadata={"help": help, "needs": needs})
+    return field(default=default, metadata={"help": help, "needs": needs or {}})
 
 
 @dataclass(frozen=True)
 class Config:
     """Every setting of a run.
 
-    The defaults are llm.c's 124M recipe, run_gpt2_124M.sh. The LSSAR paper trains for the same
-    number of steps, and gives no learning rate, batch size or schedule.
+    The defaults are llm.c's 124M recipe, run_gpt2_124M.sh, with RoPE instead of learned positions.
+    The LSSAR paper trains for the same number of steps, and gives no learning rate, batch size or
+    schedule.
     """
 
     # ---- attention: what a layer computes ----
@@ -65,7 +65,7 @@ class Config:
     )
     block_size: PositiveInt = setting(1024, "Training length in tokens.")
     window: PositiveInt | None = setting(
-        None, "Number of last keys that a query sees. None: all up to its own."
+        None, "Number of keys that a query sees: its own and those just before. None: all."
     )
     window_pattern: str = setting(
         "",
@@ -77,7 +77,7 @@ class Config:
     )
     rope_theta: FloatFromOne = setting(10000.0, "Base of RoPE.", needs=ROPE)
     rope_share: float = setting(
-        1.0, "Share of a head's pairs, the fastest ones, that RoPE turns (p-RoPE).", needs=ROPE
+        1.0, "Share of a head's pairs, the fastest first, that RoPE turns (p-RoPE).", needs=ROPE
     )
     nope_every: NonNegativeInt = setting(
         0,
@@ -85,7 +85,7 @@ class Config:
         "(SmolLM3, Llama 4: 4). 0: RoPE is in every layer.",
         needs=ROPE,
     )
-    nope_share: Fraction = setting(
+    nope_share: FractionBelowOne = setting(
         0.0, "Share of heads, the first ones, without RoPE or ALiBi.", needs=ROPE_OR_ALIBI
     )
     local_window: PositiveInt | None = setting(
@@ -156,7 +156,7 @@ class Config:
         needs=LANGUAGE,
     )
     val_tokens: PositiveInt = setting(
-        10485760, "Tokens to validate on, from the first of the split on (llm.c)."
+        10485760, "Tokens to validate on, the first of the validation split (llm.c)."
     )
     planets: PositiveInt = setting(
         10, "Largest number of planets in a system of 'orbits'.", needs=ORBITS
@@ -165,7 +165,7 @@ class Config:
     recall: Literal["lookup", "mqar", "latest", "latest_2", "sort"] = setting(
         "lookup", "Which task of 'recall'.", needs=RECALL
     )
-    # ---- optimisation ----
+    # ---- optimisation: on which training data, and how, the weights are trained ----
     systems: PositiveInt = setting(10_000_000, "Systems of 'orbits' to train on.", needs=ORBITS)
     align_documents: bool = setting(
         False,
@@ -197,8 +197,8 @@ class Config:
     weight_decay: NonNegativeFloat = setting(
         0.1, "Weight decay of tensors of 2 or more dimensions."
     )
-    beta1: Fraction = setting(0.9, "beta1 of AdamW.")
-    beta2: Fraction = setting(0.95, "beta2 of AdamW.")
+    beta1: FractionBelowOne = setting(0.9, "beta1 of AdamW.")
+    beta2: FractionBelowOne = setting(0.95, "beta2 of AdamW.")
     adam_eps: NonNegativeFloat = setting(1e-8, "epsilon of AdamW.")
     grad_clip: NonNegativeFloat = setting(1.0, "Largest gradient norm. 0: no clipping.")
     seed: NonNegativeInt = setting(1337, "Seed of the initial weights and the data order.")
@@ -215,15 +215,16 @@ class Config:
     )
     batch_size: NonNegativeInt = setting(
         0,
-        "Most sequences per micro-batch and process; a divisor is taken. 0: as many as the GPU's "
-        "memory fits, at most 64.",
+        "Most sequences in a micro-batch of a process: the largest divisor of its sequences of a "
+        "step is taken. 0: as many as the GPU's memory fits, at most 64.",
     )
     attention_impl: Literal["auto", "triton", "blocked", "reference"] = setting(
         "auto", "How attention is computed. 'auto': the fastest way that works here."
     )
     # ---- logs: validation, checkpoints, printed lines ----
     eval_interval: PositiveInt = setting(
-        250, "Steps between validations. The first and the last step are validated too."
+        250,
+        "Steps between validations. There is one before the first step and after the last, too.",
     )
     checkpoint_interval: PositiveInt = setting(1000, "Steps between checkpoints.")
     keep_last: PositiveInt = setting(2, "Number of newest checkpoints to keep.")
@@ -254,12 +255,12 @@ class Config:
     )
     init_from: str = setting(
         "",
-        "Initial weights: those of a run or of its .pt, or with their sizes those of hf:gpt2 or "
-        "nanogpt:ckpt.pt.",
+        "Start from the weights of a run's folder or .pt, or of hf:gpt2 or nanogpt:ckpt.pt, which "
+        "also set the model's sizes.",
     )
     dry_run: bool = setting(False, "Check everything, print what it takes, write nothing.")
     timeout: Annotated[float, ("at least", 5)] = setting(
-        600.0, "Seconds to wait for a dead process."
+        600.0, "Seconds that a process waits for the others before it fails."
     )
 
     def __post_init__(self) -> None:
@@ -288,7 +289,8 @@ class Config:
     @cached_property
     def end_of_text(self) -> int:
         """The id of the token that documents begin with."""
-        return end_of_text(self.tokenizer)[1]
+        _, token_id = end_of_text(self.tokenizer)
+        return token_id
 
     @property
     def tasks(self) -> list[str]:
@@ -347,7 +349,8 @@ class Config:
 
 
 SETTINGS = {f.name: f.metadata for f in fields(Config)}
-# The first setting of each group, and the group's name.
+# The first setting of each group, and the group's name. A group ends where the next begins: to move
+# a setting in Config changes what may differ between runs that are compared, or on resume.
 GROUPS = {
     "attention": "attention",
     "n_layer": "model",
@@ -384,10 +387,11 @@ def names(*groups: str) -> tuple[str, ...]:
 
 # The settings that decide what a run learns.
 LEARNED = names("attention", "model", "data", "optimisation")
-# What may change when a run is resumed: it stays the same run.
+# What may change when a run is resumed.
 MAY_CHANGE = {"data_dir", "max_iters", "cooldown_iters", *names("machine", "logs", "run")}
-# What may change too, from the step on at which the run is resumed; its folder records the change.
+# What decides the learning rate of each step.
 SCHEDULE = ("learning_rate", "schedule", "warmup_iters", "cooldown_iters", "min_lr", "max_iters")
+# What may change on resume, too; the run's folder records the change.
 RECORDED = (*SCHEDULE, "first_batch")
 
 
@@ -399,7 +403,7 @@ def choices(name: str) -> tuple[Any, ...]:
 
 # ---- checks ----
 
-# What is wrong with a number, by the words for its limit.
+# By the words for a limit, the comparison of a number that is beyond it.
 IS_WRONG = {"at least": operator.lt, "above": operator.le, "below": operator.ge}
 
 
@@ -421,7 +425,7 @@ def check_each_setting(config: Config) -> None:
             raise UserError(
                 f"{key} = {value!r} is {type(value).__name__}; it must be {' or '.join(kinds)}"
             )
-        for part in (hint, *typing.get_args(hint)):  # of `PositiveInt | None`, both
+        for part in (hint, *typing.get_args(hint)):  # the limits of `PositiveInt | None`, too
             for words, limit in getattr(part, "__metadata__", ()):
                 if value is not None and IS_WRONG[words](value, limit):
                     raise UserError(f"{key} = {value} must be {words} {limit}")
@@ -433,8 +437,9 @@ def check_effect(config: Config) -> None:
     """Raise UserError for a setting that other settings leave without effect."""
     for key, meta in SETTINGS.items():
         value = getattr(config, key)
+        is_default = value == getattr(Config, key)
         for other, allowed in meta["needs"].items():
-            if value != getattr(Config, key) and getattr(config, other) not in allowed:
+            if not is_default and getattr(config, other) not in allowed:
                 able = " or ".join(map(repr, allowed))
                 raise UserError(
                     f"{key} = {value!r} has an effect with {other} = {able} only, not with "
@@ -505,7 +510,7 @@ def check_training(config: Config) -> None:
             f"keep_every = {config.keep_every} must be a multiple of checkpoint_interval = "
             f"{config.checkpoint_interval}: only what is saved can be kept"
         )
-    micro_batch_size(config, world_size=1)
+    micro_batch_size(config, world_size=1)  # raises where a step would not have whole sequences
 
 
 def micro_batch_size(config: Config, world_size: int) -> int:

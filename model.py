@@ -31,14 +31,15 @@ def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
 class SelfAttention(nn.Module):
     """Causal self-attention.
 
-    layers/hybrid.py overrides add_attention, attentions and attend, to split the heads between two
-    Attention modules; layers/tpa.py overrides project, for T6's factors of q, k and v.
+    layers/hybrid.py splits the heads between two Attention modules (add_attention, attentions,
+    attend) and leaves some without positions (apply_rope, context). layers/tpa.py makes q, k and v
+    from factors (projected_widths, project, add_attention, initialise).
     """
 
     attention: Attention
-    has_positions = True  # False in the layers without RoPE of nope_every
+    takes_rope = True  # False in the layers without RoPE of nope_every
     extra_multiplications = 0  # per token outside of nn.Linear; T6 has them
-    residual_std = 0.02  # of the initial c_proj, before it is divided by sqrt(2 n_layer); 0 in T6
+    residual_std = 0.02  # of initial c_proj, also the MLP's, before division by sqrt(2 n_layer)
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
@@ -51,13 +52,11 @@ class SelfAttention(nn.Module):
         self.c_attn = nn.Linear(n_embd, projected_width, bias=config.bias)
         self.c_proj = nn.Linear(width, n_embd, bias=config.bias)
         self.add_attention(config, layer)
-        self.q_norm = None
-        self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = nn.RMSNorm(self.d_head, eps=1e-5)
-            self.k_norm = nn.RMSNorm(self.d_head, eps=1e-5)
+        self.q_norm = nn.RMSNorm(self.d_head, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.d_head, eps=1e-5) if config.qk_norm else nn.Identity()
         self.row_input_names = self.attention.variant.from_input  # ASEntmax: u and w
-        with torch.random.fork_rng(devices=[]):  # the other weights are the same without them
+        # these draw no random numbers from the seed: all other weights are the same without them
+        with torch.random.fork_rng(devices=[]):
             self.add_extra_projections(config)
 
     @staticmethod
@@ -98,10 +97,11 @@ class SelfAttention(nn.Module):
         cache: KVCache | None,
         document_positions: Tensor | None = None,
     ) -> Tensor:
-        if not self.has_positions:
+        if not self.takes_rope:
             rotation = None
         q, k, v = self.project(x, rotation)  # [B, H, L, d], [B, Hk, L, d] twice
-        context = replace(self.context(x, rotation), document_positions=document_positions)
+        context = self.context(x, rotation, document_positions)
+        # the module is an argument, because a hybrid attends with two
         y = self.attend(self.attention, q, k, v, context, cache)  # [B, H, L, d]
         y = y.transpose(1, 2)  # [B, L, H, d]
         if self.c_gate is not None:
@@ -118,18 +118,22 @@ class SelfAttention(nn.Module):
         heads = self.c_attn(x).unflatten(2, (-1, self.d_head))
         head_counts = (self.n_head, self.n_kv_head, self.n_kv_head)
         q, k, v = (part.transpose(1, 2) for part in heads.split(head_counts, dim=2))
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q).to(q.dtype)  # autocast on CUDA norms in float32
-            k = self.k_norm(k).to(k.dtype)
+        q = self.q_norm(q).to(q.dtype)  # RMSNorm's autocast on CUDA returns float32
+        k = self.k_norm(k).to(k.dtype)
         if rotation is not None:
-            q = self.rotate(q, rotation)
-            k = self.rotate(k, rotation)
+            q = self.apply_rope(q, rotation)
+            k = self.apply_rope(k, rotation)
         return q, k, v
 
-    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def apply_rope(self, x: Tensor, rotation: Rotation) -> Tensor:
         return rotate(x, rotation)
 
-    def context(self, x: Tensor, rotation: Rotation | None) -> Context:
+    def context(
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        document_positions: Tensor | None,
+    ) -> Context:
         """Return what attention depends on besides q, k and v, for x [B, L, n_embd]."""
         row_inputs = {}
         if self.c_rows is not None:
@@ -143,7 +147,7 @@ class SelfAttention(nn.Module):
             gates = gates.to(dtype)
             log_forget = F.logsigmoid(gates).transpose(1, 2)  # [B, H, L]
         score_scale = 1.0 if rotation is None else rotation.score_scale
-        return Context(score_scale, row_inputs, log_forget)
+        return Context(score_scale, row_inputs, log_forget, document_positions)
 
     def attend(
         self,
@@ -253,7 +257,7 @@ class Trunk(nn.Module):
         if cache is not None:
             cache.check_room(end)
         if self.wpe is not None and document_positions is not None:
-            if end > self.config.block_size:
+            if end > self.config.block_size:  # only then: max() makes the host wait for the GPU
                 self.check_length(int(document_positions.max()) + 1)
             x = x + self.wpe(document_positions)
         elif self.wpe is not None:
@@ -288,15 +292,15 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.n_vocab = config.n_vocab
-        # the token that a document begins with; None: attention joins the documents of a sequence
+        # the id of the token that begins a document; None: attention crosses documents
         self.document_start = config.end_of_text if config.document_mask else None
         padded = 128 * math.ceil(self.n_vocab / 128)  # for speed; padding is never predicted
-        # the first to draw random numbers: in another order a seed would give other weights
+        # built before wte, as the order in which weights are drawn decides what a seed gives
         trunk = Trunk(config, layer_class)
         self.wte = self.build_embedding(padded)
         self.trunk = trunk
         self.lm_head = self.build_head(padded)
-        self.softmax_ = softmax_  # compile_model compiles it
+        self.softmax_ = softmax_  # of the loss; compile_model replaces it
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self._initialise(layer_class.residual_std)
@@ -350,11 +354,12 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return logits [B, L, n_vocab] of idx [B, L]; with targets [B, L], the mean loss in nats.
 
-        A target below 0 has no loss.
+        Negative targets are ignored.
         """
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x)
+        # computes the gradients, too, a chunk of tokens at a time, and never holds all logits
         return LinearCrossEntropy.apply(
             x.flatten(0, 1),
             self.lm_head.weight,
@@ -371,8 +376,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the hidden states [B, L, n_embd] of idx [B, L], which follow the cache.
 
-        A token sees its own document alone. Documents begin where it `is_start` [B, L]; without
-        that, at end-of-text if the model has document_mask.
+        A token sees its own document only. `is_start` [B, L] marks the first token of each
+        document; by default, end-of-text does if the model has document_mask. Else a sequence is
+        one document.
         """
         cached_length = None if cache is None else cache.document_length
         if is_start is None and self.document_start is not None:
@@ -394,7 +400,7 @@ class GPT(nn.Module):
     def token_losses(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Return the loss in nats of every target, in their shape, without holding all logits.
 
-        A target below 0 has a loss of 0.
+        Negative targets have a loss of 0.
         """
         x = self.hidden(idx).flatten(0, 1)
         losses = token_losses(x, self.lm_head.weight, targets.flatten(0, 1), self.n_vocab)
@@ -448,10 +454,9 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """Count the FLOPs of a training step per token.
 
-        These are 6 per matrix weight, 2 forward and 4 backward, and per multiplication of T6's
-        factors. Every variant is charged for softmax attention over the keys that it may see, so
-        that runs can be compared: the causal half of L keys or, with a window of W, W - W^2 / (2 L)
-        of them on average.
+        These are 6 (2 forward, 4 backward) per weight of a matrix, and per multiplication with T6's
+        factors. Attention is charged, for every variant, as softmax over the visible keys, so that
+        runs can be compared: L / 2 keys on average or, with a window of W, W - W^2 / (2 L).
         """
         weights = 0
         for module in self.modules():
@@ -459,18 +464,18 @@ class GPT(nn.Module):
                 weights += module.weight.numel()
         weights -= self.padding_rows(self.lm_head.weight).numel()
         L = self.config.block_size
-        attention_flops = 0
+        sequence_attention_flops = 0
         for layer in self.attention_layers():
             weights += layer.extra_multiplications
             for attention in layer.attentions():
                 W = min(attention.window or L, L)
                 width = attention.n_head * attention.head_size
-                # times L: forward and backward of two products
-                attention_flops += 6 * width * W * (2 * L - W)
-        return 6 * weights + attention_flops // L
+                # 12 width for each of the L W - W^2 / 2 visible pairs: two products, 6 each
+                sequence_attention_flops += 6 * width * W * (2 * L - W)
+        return 6 * weights + sequence_attention_flops // L
 
 
-def compile_model(model: GPT, varied_lengths: bool = False) -> None:
+def compile_model(model: GPT, varied_lengths: bool) -> None:
     """Compile the model's blocks and loss, in place.
 
     The blocks share their code, so that the time this takes does not grow with n_layer. The rest of
@@ -480,7 +485,7 @@ def compile_model(model: GPT, varied_lengths: bool = False) -> None:
     # optimize_ddp would split one graph at DDP's buckets; here each block is a graph already
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = 32  # lengths of batches, kinds of blocks
-    # False: else a smaller last batch in validation makes the graph of training dynamic too
+    # None would make training's graph dynamic at validation's last batch, which may be smaller
     dynamic = None if varied_lengths else False
     for block in model.trunk.blocks:
         block.compile(dynamic=dynamic)

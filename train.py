@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,8 @@ from errors import UserError, command
 from runtime.config_files import command_line, require_data_dir
 
 if __name__ == "__main__":
-    CONFIG = command(command_line)()  # help and mistakes come before imports that take seconds
-    # Segments of GPU memory that can grow leave fewer gaps. A user's own setting stays as it is.
+    CONFIG = command(command_line)()  # before the slow imports: help and mistakes show at once
+    # Expandable segments reduce fragmentation of GPU memory. A user's own setting wins.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -72,7 +72,7 @@ def main(config: Config | None = None) -> None:
         config = command_line()
     check_attention(config)
     if rank() == 0:
-        wandb_settings(config)  # raises before there is a folder
+        wandb_settings(config)  # raises UserError before the run's folder is made
     run = Path(config.out_dir)
     device = open_device(config.device)
     fitting = fitting_batch_size(config, world_size(), device)
@@ -80,7 +80,7 @@ def main(config: Config | None = None) -> None:
         process_group(device, config.timeout),
         lock_folder(run, "training this run") if rank() == 0 else nullcontext(),
     ):
-        fitting = -all_reduce_max(-fitting)  # the smallest: the ranks' GPUs may differ in memory
+        fitting = min(all_gather(fitting))  # the ranks' GPUs may differ in memory
         if fitting != config.batch_size and rank() == 0:
             sequences = config.total_batch_size // (world_size() * config.block_size)
             say(f"batch_size = {fitting}: the largest that fits and divides {sequences} sequences")
@@ -107,10 +107,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
 
     # ---- data ----
     loader = on_every_rank(partial(open_data, config, device))
-    # there are none in a dry run without data
-    tokens = loader.tokens if loader else 0
-    identity = loader.identity() if loader else {}
-    check_ranks(config, tokens, identity)
+    identity = loader.identity() if loader else {}  # a dry run may have no data
+    check_ranks(config, identity)
     state = None
     if config.resume:
         state = checkpoint.load_to_resume(run, config)
@@ -121,7 +119,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     dtype = pick_dtype(config.dtype, device)
     torch.manual_seed(config.seed)
     model = build_model(config).to(device)
-    kernels = check_kernels(
+    kernel_facts = check_kernels(
         model,
         config,
         dtype,
@@ -133,7 +131,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     # ---- optimizers ----
     optimizers = build_optimizers(model, config)
     scaler = build_scaler(device, dtype)
-    training = Training(model, dtype, optimizers, scaler, tokens=tokens, data=identity)
+    training = Training(model, dtype, optimizers, scaler, data=identity)
     if state is not None:
         training.restore(state, config)
     newest_step = all_reduce_max(training.step)
@@ -141,11 +139,11 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
         raise UserError(f"{run}: rank {rank()} sees an older checkpoint than another rank does")
 
     # after the weights are final: DDP copies rank 0's to all ranks
-    loss_fn = compile_and_distribute(model, config, kernels["attention_path"])
+    loss_fn = compile_and_distribute(model, config, kernel_facts["attention_path"])
     if rank() == 0:
         say(describe(config, training, loader, world_size()))
         if loader is not None and not config.dry_run:
-            facts = kernels | {"data": identity}
+            facts = kernel_facts | {"data": identity}
             checkpoint.write_header(run, config, facts, training.resumed_at, training.changes)
             if initial is not None:  # never on resume: the file stays as it is
                 write_json(run / "began_with.json", initial.id)
@@ -161,7 +159,8 @@ def train(
 ) -> bool:
     """Train until the last step or a signal; returns whether a signal stopped it.
 
-    `fetch` returns this rank's share of a step. Without a loader there is no validation.
+    `fetch` returns this rank's share of a step. Without a loader there is neither validation nor
+    MFU.
     """
     run = Path(config.out_dir)
     rank_flops_per_token = 0.0
@@ -180,7 +179,7 @@ def train(
             validates = finished or training.step % config.eval_interval == 0
             if loader is not None and validates and not just_resumed:
                 monitor.validate(loader)
-            stopped = all_reduce_max(len(signals)) > 0
+            stopped = all_reduce_max(len(signals)) > 0  # on the CPU: no wait for the GPU
             is_last = finished or stopped
             if not just_resumed and (is_last or training.step % config.checkpoint_interval == 0):
                 monitor.save()
@@ -196,7 +195,7 @@ def train(
             loss, grad_norm = train_step(training, loss_fn, batch, config.grad_clip)
             training.step += 1
             # copied before the next step is launched: a later copy would wait for that step
-            on_host = torch.stack((loss, grad_norm)).to("cpu", non_blocking=monitor.is_late)
+            on_host = torch.stack((loss, grad_norm)).to("cpu", non_blocking=monitor.logs_late)
             ended = Event(training.device)
             monitor.add(Update(training.step, lr, batch.tokens, on_host, ended))
         saver.wait()
@@ -216,19 +215,15 @@ def open_data(config: Config, device: torch.device) -> Loader | None:
     return open_loader(config, rank(), world_size(), device)
 
 
-def check_ranks(config: Config, tokens: int, identity: Identity) -> None:
+def check_ranks(config: Config, identity: Identity) -> None:
     """Raise the same UserError on every rank where ranks read different data."""
-    (first_tokens, first), *others = all_gather((tokens, identity))
-    for number, (other_tokens, other) in enumerate(others, start=1):
-        differing = data_difference(first, other)
-        counts = ""
-        if other_tokens != first_tokens:
-            differing = differing or "data"
-            counts = f", {other_tokens:,} tokens for training, not {first_tokens:,}"
-        if differing is not None:
+    first, *others = all_gather(identity)
+    for other_rank, other in enumerate(others, start=1):
+        if other != first:
+            differing = data_difference(first, other) or "data"
             raise UserError(
-                f"{config.data_dir}: rank {number} reads other {differing} than rank 0{counts}: "
-                "copy the same data to every node"
+                f"{config.data_dir}: rank {other_rank} reads other {differing} than rank 0: copy "
+                "the same data to every node"
             )
 
 
@@ -240,11 +235,6 @@ def check_data(
 ) -> None:
     """Raise UserError where a run was trained on other data, or there is too little to validate."""
     if state is not None:
-        if state.tokens not in (0, loader.tokens):
-            raise UserError(
-                f"{loader.source} has {loader.tokens:,} tokens, but the run was trained on "
-                f"{state.tokens:,}, in other batches: give the same data, or start a new run"
-            )
         changed = data_difference(state.data, identity)
         if changed is not None:
             raise UserError(
@@ -255,7 +245,7 @@ def check_data(
 
 
 def compile_and_distribute(model: GPT, config: Config, attention_path: str) -> LossFn:
-    """Return the model as a loss function, compiled and wrapped in DDP as the settings ask."""
+    """Return the model as a loss function: compiled if the settings ask, in DDP under torchrun."""
     varied_lengths = TASKS[config.task].varied_lengths
     # on the blocked path each length would compile another graph
     many_graphs = varied_lengths and "blocked" in attention_path
@@ -300,34 +290,35 @@ def train_step(
     not change.
     """
     scaler = training.scaler
-    total = torch.zeros((), device=training.device)
+    loss = torch.zeros((), device=training.device)
     for i, (x, y) in enumerate(batch.micro_batches, start=1):
-        # DDP decides in the forward pass whether this backward will reduce gradients
-        accumulates = i < len(batch.micro_batches)
-        with loss_fn.no_sync() if isinstance(loss_fn, DDP) and accumulates else nullcontext():
+        gradient_sync: AbstractContextManager = nullcontext()
+        if isinstance(loss_fn, DDP) and i < len(batch.micro_batches):
+            gradient_sync = loss_fn.no_sync()  # around the forward pass too, where DDP decides it
+        with gradient_sync:
             with autocast(training.device, training.dtype):
                 micro_loss = loss_fn(x, y) / batch.divisor
             scaler.scale(micro_loss).backward()
-        total += micro_loss.detach()
+        loss += micro_loss.detach()
     for optimizer in training.optimizers:
         scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), grad_clip or math.inf)
     if dist.is_initialized():
-        dist.all_reduce(total)
-        total /= world_size()
-    is_bad = ~(total.isfinite() & norm.isfinite())
+        dist.all_reduce(loss)
+        loss /= world_size()
+    is_bad = ~(loss.isfinite() & norm.isfinite())
     for optimizer in training.optimizers:
         step_unless(is_bad.float(), optimizer)
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
-    return total, norm
+    return loss, norm
 
 
-def is_finite_step(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) -> bool:
+def may_continue(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) -> bool:
     """Tell whether loss and gradients are finite, or float16's loss scale can still fall."""
     if not math.isfinite(loss):
         return False
-    if math.isfinite(grad_norm):  # else get_scale would wait for the device in every step
+    if math.isfinite(grad_norm):  # checked first: get_scale makes the host wait for the device
         return True
     return scaler.is_enabled() and scaler.get_scale() > SMALLEST_SCALE
 
@@ -347,50 +338,50 @@ class Update(NamedTuple):
 
 @dataclass
 class Monitor:
-    """Logs every step, validates, saves, and ends the run where a number is not finite.
+    """Logs every step, validates, saves, and ends a run that has diverged.
 
-    On CUDA it reads a step's numbers after the next step has been launched, so that the GPU does
-    not wait for the host. A diverged run must have no validation and no checkpoint of its last
-    step: both read it first.
+    On CUDA a step is logged once the next one has been launched, so that the GPU never waits for
+    the host. `validate` and `save` first log the pending step, and so a diverged step is neither
+    validated nor saved.
     """
 
     config: Config
     training: Training
     log: Log
     saver: checkpoint.Saver
-    flops_per_token: float  # of a token's training step, over the number of ranks; 0: not known
-    unread: Update | None = None
-    started: Event | None = None  # of the step that is read next
+    rank_flops_per_token: float  # 0: unknown
+    pending: Update | None = None  # not yet logged
+    started: Event | None = None  # when the pending step or, without one, the next step began
 
     @property
-    def is_late(self) -> bool:
+    def logs_late(self) -> bool:
         return self.training.device.type == "cuda"
 
     def begin(self) -> None:
-        """Start the clock of a step, unless it starts where an unread step ends."""
-        if self.unread is None:
+        """Start the clock of a step, unless it starts where the pending step ends."""
+        if self.pending is None:
             self.started = Event(self.training.device)
 
     def add(self, update: Update) -> None:
-        """Log the update before this one and, where that keeps no GPU waiting, this one too."""
-        self.read()
-        self.unread = update
-        if not self.is_late:
-            self.read()
+        """Log the pending update and, unless that would keep a GPU waiting, this one too."""
+        self.log_pending()
+        self.pending = update
+        if not self.logs_late:
+            self.log_pending()
 
-    def read(self) -> None:
-        """Wait for the update that has not been read, if there is one, and log it."""
-        if self.unread is None:
+    def log_pending(self) -> None:
+        """Wait for the pending update, if there is one, and log it. Ends a run that diverged."""
+        if self.pending is None:
             return
-        step, lr, tokens, loss_and_norm, ended = self.unread
-        self.unread = None
+        step, lr, tokens, loss_and_norm, ended = self.pending
+        self.pending = None
         assert self.started is not None  # by `begin`
-        seconds = ended.seconds_since(self.started)
+        seconds = ended.seconds_since(self.started)  # waits for the device
         self.started = ended
-        loss, grad_norm = loss_and_norm.tolist()
-        if not is_finite_step(loss, grad_norm, self.training.scaler):
+        loss, grad_norm = loss_and_norm.tolist()  # they are on the host now
+        if not may_continue(loss, grad_norm, self.training.scaler):
             error = f"loss = {loss} or gradient norm = {grad_norm} is not finite"
-            self.stop(step, error, updated=False)
+            self.end_diverged(step, error, updated=False)
         self.log.step(
             step,
             loss=loss,
@@ -398,12 +389,12 @@ class Monitor:
             grad_norm=grad_norm,
             ms=1000 * seconds,
             tokens_per_s=tokens / seconds,
-            **usage(self.training.device, self.flops_per_token * tokens / seconds),
+            **usage(self.training.device, self.rank_flops_per_token * tokens / seconds),
         )
 
     def validate(self, loader: Loader) -> None:
         """Log the validation loss, and save the weights if it is the lowest so far."""
-        self.read()
+        self.log_pending()
         config = self.config
         training = self.training
         windows = loader.validation_windows(config.val_tokens)
@@ -423,31 +414,32 @@ class Monitor:
 
     def save(self) -> None:
         """Save a checkpoint. Ends the run if weights are not finite."""
-        self.read()
+        self.log_pending()
         step = self.training.step
         if not all(p.isfinite().all() for p in self.training.model.parameters()):
             if step == 0:
                 source = self.config.init_from
                 raise UserError(f"initial weights are not finite: init_from = {source!r}")
-            self.stop(step, "its update left non-finite weights", updated=True)
+            self.end_diverged(step, "its update left non-finite weights", updated=True)
         self.log.sync()
         self.saver.save("step", self.training.state(self.config))
         if step == 0:
             self.saver.wait()  # so any run with a step can be resumed; a full disk shows at once
 
-    def stop(self, step: int, error: str, updated: bool) -> NoReturn:
+    def end_diverged(self, step: int, error: str, updated: bool) -> NoReturn:
         """End the run without saving, so that the newest checkpoint is a good one.
 
         `updated` tells whether the step has changed the weights.
         """
-        self.saver.wait()  # it may be on its way to the disk
-        if rank() == 0:  # the ranks end alike
-            advice = (
-                "No weight has changed yet, so that a lower rate does not help: the cause is in "
-                "the initial weights or in the formulas of the attention"
-            )
+        self.saver.wait()  # the newest checkpoint may still be on its way to the disk
+        if rank() == 0:  # every rank gets here, and ends
             if updated or step > 1:
                 advice = how_to_continue(self.config, step)
+            else:
+                advice = (
+                    "No update has been applied yet, so a lower learning rate cannot help: check "
+                    "the initial weights and the attention's formulas"
+                )
             print(f"error: step {step}: {error}. {advice}", file=sys.stderr)
         sys.exit(1)
 

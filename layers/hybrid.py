@@ -26,7 +26,7 @@ class HybridAttention(SelfAttention):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__(config, layer)
         self.nope_heads = config.nope_heads(layer)
-        self.has_positions = self.nope_heads < self.n_head
+        self.takes_rope = self.nope_heads < self.n_head
 
     def add_attention(self, config: Config, layer: int) -> None:
         self.attention, self.local = build_hybrid_attention(config, layer)
@@ -36,16 +36,21 @@ class HybridAttention(SelfAttention):
             return [self.attention]
         return [self.attention, self.local]
 
-    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def apply_rope(self, x: Tensor, rotation: Rotation) -> Tensor:
         if self.nope_heads == 0:
-            return super().rotate(x, rotation)
+            return super().apply_rope(x, rotation)
         nope_heads = self.nope_heads * x.shape[1] // self.n_head  # x may be grouped keys
-        rotated = super().rotate(x[:, nope_heads:], rotation)
+        rotated = super().apply_rope(x[:, nope_heads:], rotation)
         return torch.cat((x[:, :nope_heads], rotated), dim=1)
 
-    def context(self, x: Tensor, rotation: Rotation | None) -> Context:
+    def context(
+        self,
+        x: Tensor,
+        rotation: Rotation | None,
+        document_positions: Tensor | None,
+    ) -> Context:
         """Return SelfAttention.context, but without YaRN's factor on heads without positions."""
-        context = super().context(x, rotation)
+        context = super().context(x, rotation, document_positions)
         is_scaled = isinstance(context.score_scale, Tensor) or context.score_scale != 1.0
         if self.nope_heads == 0 or not is_scaled:
             return context

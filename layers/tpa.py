@@ -32,7 +32,7 @@ class TensorProductAttention(SelfAttention):
         self.q_rank = config.q_rank  # None: q is linear in the input, the paper's KVonly
         self.kv_rank = config.kv_rank
         self.widths = self.projected_widths(config)
-        self.has_positions = config.nope_heads(layer) == 0
+        self.takes_rope = config.nope_heads(layer) == 0
         ranks = (self.q_rank or 0) + 2 * self.kv_rank
         self.extra_multiplications = ranks * self.n_head * self.d_head
 
@@ -79,7 +79,7 @@ class TensorProductAttention(SelfAttention):
         if self.q_rank is None:
             q = split_rows(q_columns[0], self.n_head)
             if rotation is not None:
-                q = self.rotate(q, rotation)
+                q = self.apply_rope(q, rotation)
         else:
             a_q, b_q = q_columns
             q = self.make_factors(a_q, b_q, self.q_rank, rotation).expand()
@@ -100,7 +100,7 @@ class TensorProductAttention(SelfAttention):
         """
         b = split_rows(b, rank)
         if rotation is not None:
-            b = self.rotate(b, rotation)
+            b = self.apply_rope(b, rotation)
         return Factors(split_rows(a, rank) / rank, b)
 
     def attend(  # type: ignore[override]

@@ -74,7 +74,6 @@ class State(msgspec.Struct, kw_only=True):
     step: Annotated[int, msgspec.Meta(ge=0)]
     config: Settings
     best_val_loss: float = math.inf
-    tokens: int = 0  # of an epoch of the data; 0: not recorded
     data: Identity = {}  # of the data; empty: not recorded
     optimizers: list[dict[str, Any]] = []
     scaler: dict[str, int | float] = {}
@@ -90,7 +89,6 @@ class Training:
     scaler: torch.amp.GradScaler
     step: int = 0  # the updates done
     best_val_loss: float = math.inf
-    tokens: int = 0  # of an epoch of the data
     data: Identity = field(default_factory=dict)  # what identifies the data
     resumed_at: int | None = None
     # settings of the schedule and of the data that a resumed run changes: values before and now
@@ -107,7 +105,6 @@ class Training:
             step=self.step,
             config=settings_of(config),
             best_val_loss=self.best_val_loss,
-            tokens=self.tokens,
             data=self.data,
         )
         if not best:

@@ -53,7 +53,7 @@ from scripts.common.options import EvaluationOptions
 from scripts.common.papers import LSSAR
 from scripts.common.runner import Evaluation, Results, Run, as_command, require
 from scripts.common.tables import print_table
-from train import StepBatch, is_finite_step, train_step
+from train import StepBatch, may_continue, train_step
 
 # Mass in solar masses, semi-major axis in AU, eccentricity.
 SOLAR_SYSTEM = LSSAR["solar_system"]["rows"]
@@ -261,7 +261,7 @@ def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Float
         count = int((~labels.isnan()).sum())
         batch = StepBatch(list(micro_batches), divisor=count, tokens=0)
         loss, norm = train_step(training, squared_error, batch, config.grad_clip)
-        if not is_finite_step(loss.item(), norm.item(), scaler):
+        if not may_continue(loss.item(), norm.item(), scaler):
             raise RuntimeError(
                 f"{run.path}: {probe} diverged at step {step + 1}: loss {loss}, gradient {norm}"
             )

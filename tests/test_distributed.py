@@ -132,19 +132,16 @@ def test_ranks_that_read_different_data_all_end_with_the_same_words(shards, tmp_
         folders[rank] = {"chdir": node, "output": tmp_path / f"output{rank}"}
     shard = data / "text_train_000002.bin"
     differing = "training shards"
-    counts = ""
     more = []
     if fault == "fewer":
         shard.unlink()
-        counts = ", 3,000 tokens for training, not 3,999"
     elif fault == "edited":
         reverse_shard(shard)
     else:
         shutil.rmtree(data)
         differing = "data"
-        counts = ", 0 tokens for training, not 3,999"
         more = ["--dry_run"] if "dry run" in fault else []  # which needs no data
-    says = f"error: data: rank 1 reads other {differing} than rank 0{counts}: copy the same data "
+    says = f"error: data: rank 1 reads other {differing} than rank 0: copy the same data "
     if fault == "none":
         says = "error: rank 1: data does not exist: name the folder of the shards"
     pair = group(arguments("data", "run", *more), folders)

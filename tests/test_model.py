@@ -494,9 +494,9 @@ def test_a_layer_is_its_formula(case):
     layers_differ = config.nope_every or config.window_pattern
     for number in range(2 if layers_differ else 1):
         layer = model.trunk.blocks[number].attn
-        for norm in (layer.q_norm, layer.k_norm):
-            if norm is not None:
-                norm.weight.copy_(torch.rand(config.d_head))
+        if config.qk_norm:
+            layer.q_norm.weight.copy_(torch.rand(config.d_head))
+            layer.k_norm.weight.copy_(torch.rand(config.d_head))
         assert_attentions_have_their_settings(config, number, layer)
         has_rope = rotation is not None and nope_heads(config, number) < config.n_head
         score_scale = 1.0

@@ -25,7 +25,7 @@ from runtime.checkpoint import Training
 from runtime.distributed import EXIT_STOPPED
 from tests.helpers import reverse_shard
 from tests.runs import agree, assert_same_run, identical, lines, metrics, saved, weights
-from train import Monitor, StepBatch, is_finite_step, train_step
+from train import Monitor, StepBatch, may_continue, train_step
 
 
 def test_a_run_learns_and_its_folder_says_everything(train, shards):
@@ -263,7 +263,7 @@ def test_resuming_on_other_data_is_refused(train, shards, tmp_path, refused):
     fewer = shutil.copytree(shards, tmp_path / "fewer")
     (fewer / "text_train_000002.bin").unlink()
     resume = ("run", "--resume", "--max_iters=4")
-    says = ("fewer has 3,000 tokens", "was trained on 3,999", "give the same data")
+    says = "fewer has other training shards than the run was trained on: give the same data"
     refused(train, *resume, f"--data_dir={fewer}", says=says)
     moved = shutil.copytree(shards, tmp_path / "moved")
     train(*resume, f"--data_dir={moved}")
@@ -464,17 +464,17 @@ def test_a_float16_step_that_overflows_only_lowers_the_scale(fused):
             assert state["step"] == 1
 
 
-class ReadLate(Monitor):
+class LogsLate(Monitor):
     """As on CUDA."""
 
-    is_late = True
+    logs_late = True
 
 
-def test_steps_that_are_read_late_are_logged_alike(train, monkeypatch):
+def test_steps_that_are_logged_late_are_logged_alike(train, monkeypatch):
     """Also where a run stops, and where a step begins after a validation or a checkpoint."""
     arguments = ("--max_iters=8", "--eval_interval=3", "--checkpoint_interval=4", "--keep_last=9")
     expected = train("expected", *arguments)
-    monkeypatch.setattr(train_module, "Monitor", ReadLate)
+    monkeypatch.setattr(train_module, "Monitor", LogsLate)
     late = train("late", *arguments)
     assert_same_run(late, expected)
     assert (metrics(late, "grad_norm"), metrics(late, "lr")) == (
@@ -487,32 +487,32 @@ def test_steps_that_are_read_late_are_logged_alike(train, monkeypatch):
     assert_same_run(stopped, expected)
 
 
-def test_a_step_that_is_read_late_is_not_waited_for(train, monkeypatch):
+def test_a_step_that_is_logged_late_is_not_waited_for(train, monkeypatch):
     """The next step is launched first, but for what a diverged run must not do."""
     events = []
     real_step = train_module.train_step
-    real_read = Monitor.read
+    real_log = Monitor.log_pending
 
     def step(training, *arguments):
         events.append(f"launch {training.step + 1}")
         return real_step(training, *arguments)
 
-    class Noting(ReadLate):
-        def read(self):
-            if self.unread is not None:
-                events.append(f"read {self.unread.step}")
-            real_read(self)
+    class Noting(LogsLate):
+        def log_pending(self):
+            if self.pending is not None:
+                events.append(f"log {self.pending.step}")
+            real_log(self)
 
     monkeypatch.setattr(train_module, "train_step", step)
     monkeypatch.setattr(train_module, "Monitor", Noting)
     train("run", "--max_iters=3", "--eval_interval=2", "--checkpoint_interval=100")
-    assert events == ["launch 1", "launch 2", "read 1", "read 2", "launch 3", "read 3"]
+    assert events == ["launch 1", "launch 2", "log 1", "log 2", "launch 3", "log 3"]
 
 
 # ---- divergence ----
 
 
-@pytest.mark.parametrize("monitor", [Monitor, ReadLate])
+@pytest.mark.parametrize("monitor", [Monitor, LogsLate])
 def test_what_is_not_finite_stops_the_run_and_is_not_saved(train, capsys, monkeypatch, monitor):
     monkeypatch.setattr(train_module, "Monitor", monitor)
     folder = train("run", "--max_iters=3")
@@ -535,7 +535,7 @@ def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_rate(train, capsys
     assert stop.value.code == 1
     message = capsys.readouterr().err
     assert "step 1: loss = nan" in message
-    assert "No weight has changed yet, so that a lower rate does not help" in message
+    assert "No update has been applied yet, so a lower learning rate cannot help" in message
     assert "is good" not in message
 
 
@@ -637,13 +637,13 @@ def checkpoint_bytes(folder):
 def test_gradients_that_are_not_finite_at_any_scale_are_no_overflow():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     scaler.scale(torch.ones(()))
-    assert is_finite_step(1.0, math.inf, scaler)
-    assert not is_finite_step(math.nan, 1.0, scaler)
+    assert may_continue(1.0, math.inf, scaler)
+    assert not may_continue(math.nan, 1.0, scaler)
     overflows = 0
-    while is_finite_step(1.0, math.nan, scaler) and overflows < 100:
+    while may_continue(1.0, math.nan, scaler) and overflows < 100:
         scaler.update(scaler.get_scale() * 0.5)
         overflows += 1
     assert 20 < overflows < 40
     unscaled = torch.amp.GradScaler("cpu", enabled=False)
-    assert is_finite_step(1.0, 1.0, unscaled)
-    assert not is_finite_step(1.0, math.inf, unscaled)
+    assert may_continue(1.0, 1.0, unscaled)
+    assert not may_continue(1.0, math.inf, unscaled)
