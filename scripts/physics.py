@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from data.loader import epoch_order
-from data.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, simulated, tokenise
+from data.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, positions, tokenise
 from model import GPT
 from optim import build_optimizers, build_scaler
 from runtime.checkpoint import Training
@@ -129,11 +129,10 @@ def two_body_states(systems: Sequence[Elements], config: Config) -> tuple[Floats
 
     The points are the points in time whose planet is within a sequence of block_size entries.
     """
-    groups = [positions for _, positions in simulated(systems, config.block_size)]
-    positions = np.concatenate(groups)  # [systems, points, (planet, star), 2]
-    vectors = positions[:, :, 0] - positions[:, :, 1]
+    points = config.block_size // 2  # half of the entries after the time step, rounded up
+    at = np.stack([positions(system, points) for system in systems])
+    vectors = at[:, :, 0] - at[:, :, 1]  # [systems, points, 2]
     masses = np.stack([system.masses for system in systems])
-    points = positions.shape[1]
     return vectors, masses[:, None].repeat(points, axis=1)
 
 

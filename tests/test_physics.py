@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.orbits import PAIRS, G, draw_pair, simulated
+from data.orbits import PAIRS, G, draw_pair, positions
 from layers.build import build_model
 from runtime import run_folder
 from runtime.config_files import load_config
@@ -97,9 +97,10 @@ def test_magnitudes_follow_newton_and_one_of_ten_has_two_labels(config):
     systems = [draw_pair(PAIRS, index) for index in range(30)]
     masses = [system.masses for system in systems]
     assert (task.states[:, 0, 1:] == masses).all()
-    for indices, positions in simulated(systems, 32):
-        vectors = positions[:, :16, 0] - positions[:, :16, 1]
-        assert np.allclose(np.linalg.norm(vectors, axis=-1), distance[indices])
+    for system, distances in zip(systems, distance, strict=True):
+        at = positions(system, 16)
+        vectors = at[:, 0] - at[:, 1]
+        assert np.allclose(np.linalg.norm(vectors, axis=-1), distances)
 
 
 def test_a_run_is_probed_once_and_its_files_say_all(orbit_run, call, searched, pictures, capsys):
