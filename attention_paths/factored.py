@@ -20,15 +20,6 @@ class Factors:
     a: Tensor
     b: Tensor
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """The shape of x."""
-        B, _, Lk, H = self.a.shape
-        return B, H, Lk, self.b.shape[3]
-
-    def __getitem__(self, sequences: slice) -> "Factors":
-        return Factors(self.a[sequences], self.b[sequences])
-
     def expand(self) -> Tensor:
         """x, [B, H, Lk, d]."""
         return torch.einsum("brlh,brld->bhld", self.a, self.b)
@@ -72,6 +63,6 @@ def factored(
         inverse: Tensor | float = 1.0
         if layer.variant.l2_normalise:
             q, inverse = l2_normalise(q), torch.rsqrt(k.squared_norms() + 1e-12)
-        rows = layer.rows(q, k.shape[2], context)
+        rows = layer.rows(q, k.a.shape[2], context)
         weights = attention_weights(layer.variant, q, lambda q: k.dot(q) * inverse, rows)
         return v.mix(weights)

@@ -94,12 +94,14 @@ class ReferenceAttention(nn.Module):
         softcap: float | None = None,
         alibi_heads: int = 0,
         sink: str = "none",
-        scalars: dict[str, float] | None = None,
+        s: float = 1.0,
+        b: float = 0.0,
+        gamma: float = 1.0,
     ) -> None:
         """Most arguments are settings of config.py; the last `alibi_heads` heads have ALiBi.
 
-        `trained_length` is the L of the formulas, which most variants do not use. `scalars` may
-        have gamma, and the initial values of s and b: 1, 1 and 0 by default.
+        `trained_length` is the L of the formulas, which most variants do not use; `s` and `b` are
+        the initial values of learned scalars.
         """
         super().__init__()
         self.variant = variant
@@ -111,11 +113,10 @@ class ReferenceAttention(nn.Module):
         self.softcap = softcap
         self.alibi_heads = alibi_heads
         self.has_sink = sink != "none"
-        scalars = {"s": 1.0, "b": 0.0, "gamma": 1.0} | (scalars or {})
-        self.gamma = scalars["gamma"]
+        self.gamma = gamma
         initial = {
-            "s": torch.full((n_head,), scalars["s"]),
-            "b": torch.full((n_head,), scalars["b"]),
+            "s": torch.full((n_head,), s),
+            "b": torch.full((n_head,), b),
             "p_n": torch.ones(trained_length),
             "sink": torch.zeros(n_head),
         }

@@ -46,17 +46,14 @@ def build_attention(config: Config, layer: int) -> Attention:
     return build_heads(config, range(config.n_head), config.layer_window(layer))
 
 
-def build_hybrid_attention(
-    config: Config,
-    layer: int,
-) -> tuple[Attention, Attention | None]:
+def build_hybrid_attention(config: Config, layer: int) -> list[Attention]:
     """Build the attention of all heads of a layer or, where they differ, of both groups of heads.
 
     With a local_window the heads with positions are softmax over that many keys, whatever attention
     the heads without positions have. Raises UserError where settings contradict the variant.
     """
     if config.local_window is None:
-        return build_attention(config, layer), None
+        return [build_attention(config, layer)]
     check_settings(config)
     local_config = config.replace(attention="softmax", p=None)
     all_heads = range(config.n_head)
@@ -68,7 +65,7 @@ def build_hybrid_attention(
         local = build_heads(local_config, all_heads[nope_heads:], config.local_window)
         local.is_local = True
         groups.append(local)
-    return groups[0], groups[1] if len(groups) == 2 else None
+    return groups
 
 
 def check_attention(config: Config) -> None:
@@ -87,7 +84,9 @@ def build_heads(config: Config, heads: range, window: int | None) -> Attention:
         softcap=config.softcap,
         alibi_heads=alibi_heads(config, heads),
         sink=config.sink,
-        scalars={"s": config.s_init, "b": config.b_init, "gamma": config.gamma},
+        s=config.s_init,
+        b=config.b_init,
+        gamma=config.gamma,
         impl=config.attention_impl,
     )
 

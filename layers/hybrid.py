@@ -29,7 +29,8 @@ class HybridAttention(SelfAttention):
         self.takes_rope = self.nope_heads < self.n_head
 
     def add_attention(self, config: Config, layer: int) -> None:
-        self.attention, self.local = build_hybrid_attention(config, layer)
+        self.attention, *others = build_hybrid_attention(config, layer)
+        self.local = others[0] if others else None
 
     def attentions(self) -> list[Attention]:
         if self.local is None:

@@ -48,7 +48,7 @@ class TensorProductAttention(SelfAttention):
         return q_widths + kv_widths + kv_widths
 
     def add_attention(self, config: Config, layer: int) -> None:
-        self.attention, _ = build_hybrid_attention(config, layer)
+        (self.attention,) = build_hybrid_attention(config, layer)
 
     @torch.no_grad()
     def initialise(self) -> None:

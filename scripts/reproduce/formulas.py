@@ -24,7 +24,7 @@ FADING = SSMAX["figure1"]
 
 def last_weight(variant: str, scores: Tensor, s: float) -> float:
     """Return the weight of the last of n keys, whose scores [n] are q . k / sqrt(d)."""
-    attention = ReferenceAttention(VARIANTS[variant], 1, 1, KEYS, scalars={"s": s}).double()
+    attention = ReferenceAttention(VARIANTS[variant], 1, 1, KEYS, s=s).double()
     query = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     weights = attention.weights(query, scores[None, None, :, None])  # [1, 1, 1, n]
     return weights[0, 0, 0, -1].item()
