@@ -53,7 +53,7 @@ def open_dataset(
             dataset_info(repo, timeout=10)  # raises at once, not after minutes of retries
             builder = datasets.load_dataset_builder(repo, args.name)
         # raises for a split or a column that the dataset does not have
-        dataset = builder.as_streaming_dataset(args.split).select_columns([column])
+        builder.as_streaming_dataset(args.split).select_columns([column])
         sizes = []
         content = []
         paths = builder.config.data_files[args.split]

@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 
 from config import ROOT
 from errors import UserError, first_line
+from runtime.distributed import world_size
 
 # Dense bfloat16 (T4: float16) peaks in FLOP/s, accumulated in float32, from NVIDIA's data sheets
 # and, of GeForce, white papers ("NVIDIA RTX Blackwell GPU Architecture"); first match wins.
@@ -113,7 +115,7 @@ def open_device(name: str) -> torch.device:
     Raises UserError as pick_device does, and for several processes on 'mps'.
     """
     device = pick_device(name)
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = world_size()
     if device.type == "mps" and ranks > 1:
         raise UserError(f"device = 'mps' takes one process, not {ranks}: leave out torchrun")
     if device.type == "cuda":
@@ -209,8 +211,6 @@ def memory_mb(device: torch.device) -> float:
     """Peak memory so far, in MB: the GPU's allocations, elsewhere the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
-    import resource  # Windows has none
-
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 

@@ -1,4 +1,4 @@
-"""Atomic file writes (to a temporary file, synced, renamed), JSON, checksums and folder locks.
+"""Atomic file writes (to a temporary file, synced, renamed), JSON, .pt files, checksums and locks.
 
 Every command imports this module, so that Windows, which has no fcntl, is rejected here.
 """
@@ -6,6 +6,7 @@ Every command imports this module, so that Windows, which has no fcntl, is rejec
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -17,7 +18,7 @@ from typing import IO, Any
 import msgspec
 from filelock import FileLock, Timeout
 
-from errors import UserError, exit_with
+from errors import UserError, exit_with, first_line
 
 if sys.platform == "win32":
     exit_with("this runs on Linux and macOS; on Windows use WSL: learn.microsoft.com/windows/wsl")
@@ -119,6 +120,22 @@ def convert(value: Any, type: Any, source: str | Path) -> Any:
         return msgspec.convert(value, type)
     except Exception as error:  # the value may hold any object, such as a tensor
         raise UserError(f"{source}: damaged, or of another version: {error}") from error
+
+
+def read_pt(path: Path) -> Any:
+    """Read a .pt file, memory-mapped: its CPU tensors are read when first used.
+
+    Nothing in the file is run as code. Raises UserError where it cannot be read.
+    """
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch.load raises many types for damaged files
+        reason = first_line(error)
+        if unsafe := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            reason = f"it has an object of {unsafe[1]}, not tensors and plain values alone"
+        raise UserError(f"{path}: the checkpoint cannot be read: {reason}") from error
 
 
 def sha256_of(path: str | Path) -> str:

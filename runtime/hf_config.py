@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError, first_line
-from runtime.nanogpt import NANOGPT, SIZES, as_ours, is_nanogpts, read_pt
+from runtime.files import read_pt
+from runtime.nanogpt import NANOGPT, SIZES, as_ours, is_nanogpts
 
 # Precedes the name or the folder of a Hugging Face GPT-2 in init_from.
 PRETRAINED = "hf:"
@@ -28,7 +29,7 @@ def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
     Raises UserError where it cannot be read, it has another architecture than OpenAI's or
     nanoGPT's, or `values` contradict it.
     """
-    source = str(values.get("init_from"))
+    source = str(values.get("init_from"))  # not validated yet: it may have any type
     if source.startswith(PRETRAINED):
         sizes = sizes_of_hf(source)
     elif source.startswith(NANOGPT):

@@ -1,11 +1,10 @@
 """Converts nanoGPT's ckpt.pt to a checkpoint of train.py: as a run, or as initial weights."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 from data.vocabulary import BUILT_IN, TOKENIZER, identify
-from errors import UserError, first_line
+from errors import UserError
 
 # Precedes the path of a ckpt.pt in init_from.
 NANOGPT = "nanogpt:"
@@ -15,22 +14,6 @@ GPT2_SIZES = (BUILT_IN["gpt2"], 50304)
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
 # torch.compile's prefix, which nanoGPT leaves in some checkpoints.
 COMPILED = "_orig_mod."
-
-
-def read_pt(path: Path) -> Any:
-    """Read a .pt file, memory-mapped: its CPU tensors are read when first used.
-
-    Nothing in the file is run as code. Raises UserError where it cannot be read.
-    """
-    import torch
-
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch.load raises many types for damaged files
-        reason = first_line(error)
-        if unsafe := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            reason = f"it has an object of {unsafe[1]}, not tensors and plain values alone"
-        raise UserError(f"{path}: the checkpoint cannot be read: {reason}") from error
 
 
 def is_nanogpts(content: Any) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 from config import Config
 from errors import UserError
 from runtime.config_files import did_you_mean_run, find_data, saved_settings
-from runtime.files import convert, read_json
-from runtime.nanogpt import as_ours, is_nanogpts, read_pt
+from runtime.files import convert, read_json, read_pt
+from runtime.nanogpt import as_ours, is_nanogpts
 
 # The values that a Config may have.
 Settings = dict[str, None | bool | int | float | str]

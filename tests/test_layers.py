@@ -10,12 +10,13 @@ from tests.runs import ROOT
 # it. A module may import what is in earlier lines, and the other modules of its package.
 LAYERS = (
     ("errors",),
+    ("runtime.files",),
     ("data.vocabulary",),
     ("runtime.nanogpt",),
     ("runtime.hf_config",),
-    ("config", "runtime.files", "runtime.source"),
+    ("config", "runtime.distributed", "runtime.source"),
     ("runtime.config_files",),
-    ("runtime.device", "runtime.distributed", "runtime.run_folder"),
+    ("runtime.device", "runtime.run_folder"),
     ("data", "attention"),
     ("attention_paths.kernels",),
     ("attention_paths",),
