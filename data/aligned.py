@@ -59,11 +59,11 @@ class AlignedLoader(TokenLoader):
         return counts
 
     def _spans(self, window: Ints) -> Ints:
-        first = self.first_span[window]
-        count = self.first_span[window + 1] - first
-        index = np.arange(count.sum()) + np.repeat(first - np.cumsum(count) + count, count)
-        shard = np.repeat(self._shard(window), count)
-        return np.column_stack((shard, self.spans[index]))
+        spans = []
+        for index, shard in zip(window, self._shard(window), strict=True):
+            documents = self.spans[self.first_span[index] : self.first_span[index + 1]]
+            spans.append(np.insert(documents, 0, shard, axis=1))
+        return np.concatenate(spans, dtype=np.int64)
 
 
 def best_fit(lengths: Ints, size: int) -> tuple[Ints, Ints]:
