@@ -42,9 +42,8 @@ TASKS_PER_WORKER = 16
 # Reads a file from a place in it on. It yields batches: the place from which reading starts with
 # this batch, and its documents or its tokens.
 Read = Callable[[int], Iterator[tuple[int, Any]]]
-# Reads tokens in a fixed order. It takes a state, which is JSON, or None for the start, and yields
-# batches: the state from which reading starts with this batch, or None if it cannot start there,
-# and its tokens [n].
+# Reads tokens in a fixed order. Takes a JSON resume state (None: the beginning) and yields
+# (state, tokens [n]); state is None where reading cannot resume.
 Stream = Callable[[Any], Iterator[tuple[Any, shards.Tokens]]]
 
 
@@ -131,12 +130,12 @@ def build(
     if content is not None:
         wanted["content"] = hash_json(content)
     with lock_folder(out_dir, "making this set"):
-        meta = _resume(out_dir, wanted)
+        meta = resume(out_dir, wanted)
         if meta["complete"]:
             outcome = "already done"
         else:
             outcome = "done"
-            _write_shards(out_dir, prefix, streams, meta)
+            write_shards(out_dir, prefix, streams, meta)
             copy_tokenizer(options.tokenizer, out_dir)
             shards.write_meta(out_dir, {**meta, "complete": True})
     tokens = sum(shard["tokens"] for shard in meta["shards"])
@@ -147,7 +146,7 @@ def hash_json(value: list) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def _resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
+def resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
     """The meta.json to go on from: its shards up to the first one that is missing or damaged.
 
     Raises UserError if the folder has shards of other settings than `wanted`; only `source` may
@@ -174,14 +173,14 @@ def _resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
     return {**meta, "complete": complete, "shards": whole}
 
 
-def _write_shards(out_dir: Path, prefix: str, streams: Sequence[Stream], meta: shards.Meta) -> None:
+def write_shards(out_dir: Path, prefix: str, streams: Sequence[Stream], meta: shards.Meta) -> None:
     """Write the shards that are missing, and meta.json after each."""
     done = meta["shards"]
     place = done[-1]["next"] if done else shards.Place(0, None, 0)
     shards.write_meta(out_dir, meta)
     tokens_done = sum(shard["tokens"] for shard in done)
     with tqdm(initial=tokens_done, unit="tok", unit_scale=True, desc=str(out_dir)) as bar:
-        for stream, tokens, next_place in _cut_shards(streams, place, meta["shard_size"], bar):
+        for stream, tokens, next_place in cut_shards(streams, place, meta["shard_size"], bar):
             split = "val" if stream < len(streams) - 1 or not done else "train"
             name = f"{prefix}_{split}_{len(done):06d}.bin"
             shards.write_shard(out_dir / name, tokens)
@@ -196,12 +195,12 @@ def _write_shards(out_dir: Path, prefix: str, streams: Sequence[Stream], meta: s
             shards.write_meta(out_dir, meta)
     if len(done) < 2:
         raise UserError(
-            f"{out_dir}: the {bar.n:,} tokens fill only one shard, for validation: delete the "
-            f"folder, and give more text or a smaller --shard_size than {meta['shard_size']:,}"
+            f"{out_dir}: the {bar.n:,} tokens fill only the validation shard: delete the folder, "
+            f"and give more text or a smaller --shard_size than {meta['shard_size']:,}"
         )
 
 
-def _cut_shards(
+def cut_shards(
     streams: Sequence[Stream], place: shards.Place, shard_size: int, bar: tqdm
 ) -> Iterator[tuple[int, shards.Tokens, shards.Place]]:
     """Yield the shards from `place` on: stream, tokens [n], and the place of the next shard."""

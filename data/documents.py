@@ -41,7 +41,7 @@ class Rules:
                 yield from self.cut([value])
             elif value is not None:
                 kind = type(value).__name__
-                raise UserError(f'{name}: "{self.column}" is of type {kind}, not a string')
+                raise UserError(f'{name}: "{self.column}" must be a string, not {kind}')
             elif self.skip_nulls:
                 self.counts["null"] += 1
             else:

@@ -106,7 +106,7 @@ def refuse_numbers(file: str, column: str) -> None:
     """
     kind = pyarrow.parquet.read_schema(file).field(column).type
     if pyarrow.types.is_primitive(kind):
-        raise UserError(f'{file}: "{column}" is of type {kind}, not a string')
+        raise UserError(f'{file}: "{column}" must be a string, not {kind}')
 
 
 def patterns(paths: list[str]) -> list[str]:

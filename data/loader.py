@@ -85,11 +85,11 @@ class Loader(ABC):
             min_tokens = batching.batch_size * batching.block_size + 1
             tokens = f"{self.tokens} tokens"
             if self.cropped:
-                tokens += f", of which align_documents crops {self.cropped:.1%}"
+                tokens += f", of which align_documents crops {self.cropped:.1%},"
             raise UserError(
-                f"{self.source}: an epoch has {tokens}, {n_windows} windows of "
-                f"{batching.block_size} tokens and a target, but one batch takes "
-                f"{batching.batch_size}, that is at least {min_tokens} tokens"
+                f"{self.source}: {tokens} give {n_windows} windows of {batching.block_size} tokens "
+                f"and a target, fewer than one batch ({batching.batch_size}); at least "
+                f"{min_tokens} tokens are needed"
             )
         self.n_windows = n_windows
         self.batching = batching
@@ -105,8 +105,8 @@ class Loader(ABC):
         y is x shifted by one position. Steps may come in any order; the next batch is read in the
         background.
         """
-        batch = self._ahead.get(step) or self._reader.submit(self._read, step)
-        self._ahead = {step + 1: self._reader.submit(self._read, step + 1)}
+        batch = self._ahead.get(step) or self._reader.submit(self.read, step)
+        self._ahead = {step + 1: self._reader.submit(self.read, step + 1)}
         return copy_to(self.device, *batch.result())
 
     def validation_windows(self, max_tokens: int) -> int:
@@ -124,24 +124,24 @@ class Loader(ABC):
         if count < 1:
             tokens = min(self.val_tokens, max_tokens)
             raise UserError(
-                f"{self.source}: {tokens} validation tokens with a target at val_tokens = "
-                f"{max_tokens}, but one window takes {self.batching.block_size}"
+                f"{self.source}: val_tokens = {max_tokens} leaves {tokens} tokens with a target, "
+                f"less than one window of {self.batching.block_size}"
             )
-        read = self._open_validation(max_tokens)
+        read = self.open_validation(max_tokens)
         share = np.arange(self.batching.rank, count, self.batching.world_size)
         starts = range(0, len(share), batch_size)
         return (copy_to(self.device, *read(share[start : start + batch_size])) for start in starts)
 
     @abstractmethod
-    def _open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
-        """A function from indices of validation windows to x and y in host memory, as `_read`."""
+    def open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
+        """A function from indices of validation windows to x and y in host memory, as `read`."""
 
     @abstractmethod
     def identity(self) -> Identity:
         """Return what identifies these data: a run cannot be resumed with other data."""
 
     @abstractmethod
-    def _read(self, step: int) -> Batch:
+    def read(self, step: int) -> Batch:
         """x and y of a step in host memory, pinned if they go to a GPU."""
 
     def _windows(self, step: int) -> Ints:
@@ -171,7 +171,7 @@ class TokenLoader(Loader):
         self.val_tokens = sum(tokens for _, tokens in val_shards) - 1
         super().__init__(int(self.first_window[-1]), batching)
 
-    def _open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
+    def open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
         T = self.batching.block_size
         tokens = validation_tokens(self.data_dir, max_tokens, self.vocab_size)
         windows = sliding_window_view(tokens, T + 1)[::T]
@@ -226,7 +226,7 @@ class TokenLoader(Loader):
         tokens = read_spans(self._files, self._spans(window), self.vocab_size)
         return tokens.reshape(len(window), -1)
 
-    def _read(self, step: int) -> Batch:
+    def read(self, step: int) -> Batch:
         return inputs_and_targets(self._read_windows(self._windows(step)), self.device)
 
 

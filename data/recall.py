@@ -159,7 +159,7 @@ class RecallLoader(SimulatedLoader):
             "recall sequences": hash_sequences(self.task),
         }
 
-    def _read(self, step: int) -> Batch:
+    def read(self, step: int) -> Batch:
         length = self.batching.block_size
         rng = np.random.default_rng([self.batching.seed, step])
         if rng.random() >= 0.5:
@@ -188,7 +188,7 @@ def hash_sequences(task: str) -> str:
     digest = hashlib.sha256()
     loader = RecallLoader(task, Batching(block_size=64, batch_size=8, seed=0))
     for step in range(8):
-        for tensor in loader._read(step):
+        for tensor in loader.read(step):
             digest.update(tensor.numpy().tobytes())
     for length in (64, 256, 1024):
         for index in range(4):

@@ -171,14 +171,14 @@ def is_whole(folder: Path, shard: Entry) -> bool:
 def list_shards(data_dir: str | Path, split: str) -> list[Path]:
     """List the paths of a folder's shards of one split ("train" or "val"), sorted by name.
 
-    Raises UserError if the folder is unfinished, lacks a shard of the split that its meta.json
+    Raises UserError if the folder is incomplete, lacks a shard of the split that its meta.json
     lists, or has no shard of the split.
     """
     meta = read_meta(data_dir)
     if meta and not meta["complete"]:
         raise UserError(
-            f"{data_dir}: unfinished; repeat the command that was making it, which goes on or says "
-            "why it cannot"
+            f"{data_dir}: incomplete; rerun the command that was building it, which resumes or "
+            "says why it cannot"
         )
     listed = meta["shards"] if meta else []
     for shard in listed:

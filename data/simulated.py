@@ -27,7 +27,7 @@ class SimulatedLoader(Loader):
 
     val_tokens = sys.maxsize  # made as they are needed
 
-    def _open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
+    def open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
         T = self.batching.block_size
         return lambda index: self._simulate(VALIDATION, index, T)
 
@@ -35,6 +35,6 @@ class SimulatedLoader(Loader):
     def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
         """x and y of these sequences of a split in host memory, pinned if they go to a GPU."""
 
-    def _read(self, step: int) -> Batch:
+    def read(self, step: int) -> Batch:
         indices = self._windows(step)
         return self._simulate(TRAINING, indices, self.batching.block_size)

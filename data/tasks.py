@@ -104,15 +104,15 @@ class AlternatingLoader(Loader):
         self.cropped = text.cropped
         super().__init__(2 * text.n_windows, text.batching)
 
-    def _open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
-        return self.text._open_validation(max_tokens)
+    def open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
+        return self.text.open_validation(max_tokens)
 
     def identity(self) -> Identity:
         return self.text.identity() | self.recall.identity()
 
-    def _read(self, step: int) -> Batch:
+    def read(self, step: int) -> Batch:
         loader = self.recall if step % 2 else self.text
-        return loader._read(step // 2)
+        return loader.read(step // 2)
 
 
 # One entry for each value of the setting `task`.

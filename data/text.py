@@ -201,27 +201,24 @@ def divide(source: Source) -> tuple[list[Source], list[Source]]:
     them begins there.
     """
     if len(source.documents) == 1:
-        unit = "characters"
-        whole = range(source.length)
+        total = source.length
         cut = find_cut(source)
+        first_part = f"the first {cut:,} of {total:,} characters of "
+        last_part = f"the last {total - cut:,} characters of "
+        train = replace(source, characters=range(cut), part=first_part)
+        val = replace(source, characters=range(cut, total), part=last_part)
     else:
-        unit = "documents"
-        whole = source.documents
+        total = len(source.documents)
         lengths = (sum(map(len, document)) for document in source.read())
         starts = accumulate(lengths, initial=0)
         tenth = source.length * 9 / 10
         cut = next(index for index, start in enumerate(starts) if start >= tenth)
-        cut = min(cut, len(whole) - 1)
-    total = len(whole)
-    train: dict[str, Any] = {
-        unit: whole[:cut],
-        "part": f"the first {cut:,} of {total:,} {unit} of ",
-    }
-    val: dict[str, Any] = {
-        unit: whole[cut:],
-        "part": f"the last {total - cut:,} {unit} of ",
-    }
-    return [replace(source, **train)], [replace(source, **val)]
+        cut = min(cut, total - 1)
+        first_part = f"the first {cut:,} of {total:,} documents of "
+        last_part = f"the last {total - cut:,} documents of "
+        train = replace(source, documents=range(cut), part=first_part)
+        val = replace(source, documents=range(cut, total), part=last_part)
+    return [train], [val]
 
 
 def find_cut(source: Source) -> int:
@@ -240,8 +237,8 @@ def find_cut(source: Source) -> int:
             if match := pattern.search(text.rstrip()):
                 return start + match.end()
     raise UserError(
-        f"{source.path}: no word begins in its last tenth, {text[tenth - start :][:20]!r}, to "
-        "divide it there for validation; give more text, or a file for validation with --val"
+        f"{source.path}: cannot split off a validation set: no word boundary in the last tenth, "
+        f"{text[tenth - start :][:20]!r}; give more text, or a file for validation with --val"
     )
 
 

@@ -54,7 +54,7 @@ def end_of_text(tokenizer: str) -> tuple[str, int]:
     for mark in ENDS_OF_TEXT:
         if mark in ids:
             return mark, ids[mark]
-    raise UserError(f"{tokenizer}: none of its tokens is one of {', '.join(ENDS_OF_TEXT)}")
+    raise UserError(f"{tokenizer} has no end-of-text token; looked for {', '.join(ENDS_OF_TEXT)}")
 
 
 def read_ids(tokenizer: str) -> dict[str, int]:

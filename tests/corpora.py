@@ -92,7 +92,7 @@ def stop_after_each_shard(monkeypatch, make):
         except KeyError:
             stops += 1
             assert stops < 200  # each must begin where the one before ended
-            with pytest.raises(UserError, match="unfinished"):
+            with pytest.raises(UserError, match="incomplete"):
                 shards.list_shards(written[0].parent, "val")
         else:
             break

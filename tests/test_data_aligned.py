@@ -174,7 +174,7 @@ def test_documents_are_counted_in_aligned_windows(data_dir):
 
 def test_what_cannot_be_aligned_is_refused(data_dir):
     open_aligned(data_dir, 13, seed=0)
-    says = r"\d+ tokens, of which align_documents crops \d+\.\d%, 13 windows of 8 tokens"
+    says = r"\d+ tokens, of which align_documents crops \d+\.\d%, give 13 windows of 8 tokens"
     with pytest.raises(UserError, match=says):
         open_aligned(data_dir, 14, seed=0)
     path = data_dir / "x_train_000002.bin"

@@ -27,8 +27,8 @@ def test_rows_without_text_are_left_out_and_counted(capsys):
     "value, says",
     [
         (None, 'x, row 7: "body" is null; --skip_nulls leaves such rows out'),
-        (b"a long document", 'x, row 7: "body" is of type bytes, not a string'),
-        (5, 'x, row 7: "body" is of type int, not a string'),
+        (b"a long document", 'x, row 7: "body" must be a string, not bytes'),
+        (5, 'x, row 7: "body" must be a string, not int'),
     ],
 )
 def test_what_is_no_text_is_named(value, says):

@@ -51,7 +51,7 @@ def test_fineweb_refusals(corpus, tmp_path, call, refused):
         paths = (f"--out_dir={tmp_path / out}", f"--parquet={parquet}")
         refused(call, fineweb, "--workers=1", *paths, *more, says=message)
 
-    says("tokens fill only one shard, for validation", folder)
+    says("tokens fill only the validation shard", folder)
     shutil.rmtree(tmp_path / "out")
     (tmp_path / "empty").mkdir()
     os.mkfifo(tmp_path / "pipe.parquet")  # opening it would wait for ever
@@ -66,9 +66,9 @@ def test_fineweb_refusals(corpus, tmp_path, call, refused):
     lists = write_parquet(tmp_path / "mixed/b.parquet", [["a", "list"]])
     says(f"{lists}: cannot be read: ", tmp_path / "mixed")
     numbers = write_parquet(tmp_path / "mixed/b.parquet", [17])  # datasets would make it "17"
-    says(f'{numbers}: "text" is of type int64, not a string', tmp_path / "mixed")
+    says(f'{numbers}: "text" must be a string, not int64', tmp_path / "mixed")
     binary = write_parquet(tmp_path / "binary.parquet", [b"a document"])
-    says('binary.parquet, row 0: "text" is of type bytes, not a string', binary)
+    says('binary.parquet, row 0: "text" must be a string, not bytes', binary)
     (tmp_path / "foreign").mkdir()
     shards.write_shard(tmp_path / "foreign/fineweb_train_000007.bin", np.zeros(1, np.uint16))
     says("foreign: holds shards that this", folder, out="foreign")
@@ -86,7 +86,7 @@ def test_nulls_are_named_and_can_be_skipped(tmp_path, call, refused, capsys):
     arguments += ("--workers=1",)
     refused(*arguments, says='1.parquet, row 180: "text" is null; --skip_nulls leaves such rows')
     assert len(list(out.glob("*.bin"))) > 2
-    with pytest.raises(UserError, match="unfinished; .* goes on or says why it cannot"):
+    with pytest.raises(UserError, match="incomplete; .* resumes or says why it cannot"):
         shards.list_shards(out, "train")
     call(*arguments[1:], "--skip_nulls")  # goes on from there
     assert np.array_equal(tokens_in(out), expected_tokens(documents))

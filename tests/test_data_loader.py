@@ -126,13 +126,13 @@ def test_any_step_at_any_time(data_dir):
 def test_the_next_step_is_read_ahead(data_dir):
     loader = open_loader(data_dir, 4, seed=5)
     reads = []
-    read = loader._read
+    read = loader.read
 
     def recorded(step):
         reads.append(step)
         return read(step)
 
-    loader._read = recorded
+    loader.read = recorded
     for step in (0, 1):
         loader.batch(step)
         loader._ahead[step + 1].result()
@@ -198,11 +198,11 @@ def test_only_headers_and_windows_are_read(tmp_path, request):
 
 def test_too_little_is_refused(data_dir):
     open_loader(data_dir, 19, seed=0)
-    message = f"{data_dir}: an epoch has 166 tokens, .* at least 161 tokens"
+    message = f"{data_dir}: 166 tokens give .* at least 161 tokens"
     with pytest.raises(UserError, match=message):
         open_loader(data_dir, 20, seed=0)
     loader = TokenLoader(data_dir, Batching(64, 1, 0), 1050)
-    with pytest.raises(UserError, match=f"{data_dir}: 49 .*val_tokens = 1000, .* takes 64"):
+    with pytest.raises(UserError, match=f"{data_dir}: val_tokens = 1000 leaves 49 .* window of 64"):
         loader.validation_batches(1000, 1)
 
 

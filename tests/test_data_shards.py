@@ -67,7 +67,7 @@ def test_lists_each_split_in_order_and_misses_none(tmp_path):
         shards.list_shards(tmp_path, "train")
     assert shards.list_shards(tmp_path, "val") == [val]
     shards.write_meta(tmp_path, set_meta("bytes", complete=False))
-    with pytest.raises(UserError, match="unfinished; repeat the command that was making"):
+    with pytest.raises(UserError, match="incomplete; rerun the command that was building"):
         shards.list_shards(tmp_path, "val")
 
 

@@ -148,7 +148,10 @@ def test_text_refusals(folder, tmp_path, refused):
     says("e.html: files must end in", folder / "deep" / "e.html")
     says("empty.txt: no text is left for training, or", folder / "deep" / "empty.txt")
     says("--split_at needs a mark", folder, "--split_at", "")
-    says("00.txt: no word begins in its last tenth, '\\n', to", folder / "00.txt")
+    says(
+        "00.txt: cannot split off a validation set: no word boundary in the last tenth, '\\n'",
+        folder / "00.txt",
+    )
     says("00.txt: no text is left for training", folder / "00.txt", "--val", folder / "00.txt")
     says("tokenizer = 'gtp2'; did you mean gpt2?", folder, "--tokenizer", "gtp2")
     for name, content, message in (
@@ -159,7 +162,7 @@ def test_text_refusals(folder, tmp_path, refused):
         ("bad.jsonl", '{"text": "a"}\n\nplain words', "bad.jsonl, line 3: not JSON: plain words"),
         ("bad.jsonl", '{"text": "a\xff"}', "bad.jsonl, line 1: not JSON: {"),
         ("bad.jsonl", '{"text": null}', 'bad.jsonl, line 1: "text" is null; --skip_nulls'),
-        ("bad.jsonl", '{"text": 5}', 'bad.jsonl, line 1: "text" is of type int, not a string'),
+        ("bad.jsonl", '{"text": 5}', 'bad.jsonl, line 1: "text" must be a string, not int'),
         ("bad.parquet", "PAR1", "bad.parquet: cannot be read: Parquet"),
     ):
         (folder / name).write_bytes(content.encode("latin-1"))
@@ -170,7 +173,7 @@ def test_text_refusals(folder, tmp_path, refused):
     write_parquet(folder / "bad.parquet", ["a"] * 20 + [None])
     says('bad.parquet, row 20: "text" is null; --skip_nulls leaves', folder)
     write_parquet(folder / "bad.parquet", [b"a"])
-    says('bad.parquet, row 0: "text" is of type bytes, not a string', folder)
+    says('bad.parquet, row 0: "text" must be a string, not bytes', folder)
     write_parquet(folder / "bad.parquet", pa.array([b"a", b"\xff"]).view(pa.string()))
     says("bad.parquet: cannot be read: 'utf-8' codec can't decode", folder)
     assert not (tmp_path / "out").exists()

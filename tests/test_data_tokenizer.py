@@ -155,7 +155,7 @@ def without_end_of_text(content):
     [
         (without_content, "bad.json: cannot be read by tokenizers: ", "is not a tokenizer.json"),
         (with_a_large_id, "a shard's uint16", "65537 token ids"),
-        (without_end_of_text, "none of its tokens is one of <.endoftext", None),
+        (without_end_of_text, "has no end-of-text token; looked for <.endoftext", None),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_refused(words_file, tmp_path, change, says, config_says):

@@ -409,7 +409,7 @@ def test_what_cannot_mask_documents_refuses_them(words_file, tmp_path):
     without_end = tmp_path / "tokenizer.json"
     content = words_file.read_text()
     without_end.write_text(content.replace("</s>", "<end>"))
-    with pytest.raises(UserError, match="none of its tokens is one of"):
+    with pytest.raises(UserError, match="has no end-of-text token; looked for"):
         load_config([f"--tokenizer={without_end}", "--document_mask"])
     config = load_config([f"--tokenizer={words_file}", "--document_mask"])
     assert config.end_of_text == 6

@@ -179,7 +179,7 @@ def test_batches_are_the_same_for_ever(task):
     recording = RecallLoader(task, Batching(64, 32, 1337))
     recording._simulate = lambda split, indices, length: lengths.append(length)
     for step in range(1000):
-        recording._read(step)
+        recording.read(step)
     assert 450 < lengths.count(64) < 550
     assert set(lengths) == set(range(16, 65))
     validation = [x for x, _ in loader.validation_batches(64 * 40, 32)]
