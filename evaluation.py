@@ -24,7 +24,7 @@ def mean_loss(
 ) -> float:
     """Return the mean loss in nats over the batches (x, y) of all ranks.
 
-    Targets below 0 have no loss. The sum is in float64, over tokens and ranks, so that batch size
+    Negative targets are ignored. The sum is in float64, over tokens and ranks, so that batch size
     and number of ranks affect only rounding.
     """
     total = 0.0

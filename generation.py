@@ -28,7 +28,7 @@ def next_logits(
         return model.logits(last.type_as(next(model.parameters()))).float()
 
 
-def read_prompts(
+def prefill(
     model: GPT,
     prompts: Tensor | list[Tensor],
     new_tokens: int,
@@ -73,7 +73,7 @@ def generate(
     the final length of a text from the start, so that cached keys stay valid. Raises UserError for
     a text beyond the learned positions.
     """
-    logits, cache = read_prompts(model, prompts, max_new_tokens)
+    logits, cache = prefill(model, prompts, max_new_tokens)
     columns: list[Tensor] = []
     while True:
         if never is not None:

@@ -75,10 +75,10 @@ class InFloat32(TorchFunctionMode):
 
 
 class ShardedMuon(torch.optim.Muon):
-    """torch's Muon, with the matrices shared among the ranks, as in modded-nanogpt and nanochat.
+    """torch's Muon, sharded across ranks as in modded-nanogpt and nanochat.
 
-    A rank orthogonalises its share of the updates, and sends these matrices to the others. Each has
-    the momentum of all, so that checkpoints do not depend on the number of ranks.
+    Each rank orthogonalises its own matrices and broadcasts them. It has the momentum of all, so
+    that checkpoints do not depend on the number of ranks.
     """
 
     @torch.no_grad()
@@ -125,16 +125,16 @@ def build_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScal
     return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
 
-def step_unless(is_bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step unless `is_bad`, a float32 tensor, is 1.
+def step_unless(found_inf: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Skip the step if `found_inf`, a float32 tensor, is 1.
 
     GradScaler.step would decide for each optimizer by its own gradients. A fused optimizer reads
     the tensor on the device, as GradScaler has it do. For other optimizers, such as Muon, the host
     waits.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf = is_bad  # type: ignore[attr-defined]
-    elif is_bad.item():
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    elif found_inf.item():
         return
     optimizer.step()
 
@@ -147,7 +147,7 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], lr: float) -> Non
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Return the learning rate of the update that follows `step` updates."""
+    """Return the learning rate of the 0-based step `step`."""
     if step < config.warmup_iters:
         return config.learning_rate * (step + 1) / config.warmup_iters
     if config.schedule == "constant":

@@ -76,7 +76,7 @@ def attend(
     """
     attention = layer.variant
     if dropout or s_aux is not None:
-        raise UserError("dropout and learned sinks (s_aux) do not go with a variant's formulas")
+        raise UserError("dropout and learned sinks (s_aux) are not supported")
     attention.window = sliding_window
     attention.softcap = softcap
     document_positions = None

@@ -126,6 +126,6 @@ def check_settings(config: Config) -> None:
             continue
         able = [name for name, other in VARIANTS.items() if takes(other)]
         raise UserError(
-            f"attention = {config.attention!r} takes no {key} ({key} = {value}): {reason}, as "
-            f"in {', '.join(able)}"
+            f"attention = {config.attention!r} does not support {key} = {value}: {reason}, as in "
+            f"{', '.join(able)}"
         )

@@ -15,7 +15,7 @@ from model import SelfAttention
 
 
 class HybridAttention(SelfAttention):
-    """Self-attention whose first `nope_heads` heads have no positions.
+    """Self-attention whose first `nope_heads` heads use no positional encoding (NoPE).
 
     With a local_window, `attention` computes these heads, and `local` the other heads, as softmax
     over the last `local_window` keys.

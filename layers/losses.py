@@ -23,7 +23,7 @@ Softmax = Callable[[Tensor, Tensor], Tensor]
 def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
     """Overwrite logits [m, n_vocab] with their softmax; return the targets' log-probabilities [m].
 
-    A target below 0 has no loss: its row becomes 0, and so does its log-probability.
+    Negative targets are ignored: their rows and their log-probabilities become 0.
     """
     log_p = F.log_softmax(logits, dim=1, dtype=full_precision(logits))
     has_loss = (targets >= 0).to(log_p.dtype)[:, None]
@@ -93,7 +93,7 @@ def token_losses(
     targets: Tensor,
     n_vocab: int,
 ) -> Tensor:
-    """Return the float32 losses of all targets, in their shape; a target below 0 has loss 0.
+    """Return the float32 losses of all targets, in their shape; negative targets have loss 0.
 
     The arguments are as in LinearCrossEntropy.forward.
     """

@@ -20,8 +20,8 @@ from errors import UserError
 from layers.documents import positions_in_documents
 from layers.heads import formulas_hash
 
-# Relative errors of up to (8 + p) roundings of bfloat16 are tolerated: four times those of correct
-# kernels, also for float32 inputs in TF32. A wrong sign, scale, index or mask gives 0.2 to 2.
+# Tolerance of relative errors: (8 + p) roundings of bfloat16, four times what correct kernels show,
+# also for float32 inputs in TF32. A wrong sign, scale, index or mask gives 0.2 to 2.
 ROUNDING = 2.0**-7
 # Numbers of queries. ODD is not a multiple of a tile: on a GPU it is three tiles of 128 keys and a
 # partial tile. EVEN is a multiple of 16, as most training lengths are: Triton specialises for it.

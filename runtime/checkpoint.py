@@ -99,7 +99,7 @@ class Training:
         return next(self.model.parameters()).device
 
     def state(self, config: Config, best: bool = False) -> State:
-        """Return all that resuming needs or, for a best.pt, what evaluations and new runs need."""
+        """Return the full training state; with `best`, the weights and what describes them."""
         state = State(
             model=self.model.state_dict(),
             step=self.step,
@@ -372,7 +372,7 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Checkpo
 
 
 def load(path: Path) -> State:
-    """Read a checkpoint's content, memory-mapped: its CPU tensors are read when first used.
+    """Read a checkpoint's content, memory-mapped: tensors are paged in lazily.
 
     Nothing in the file is run as code. Raises UserError where it cannot be read.
     """

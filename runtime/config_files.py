@@ -123,7 +123,7 @@ def read_file(path: str) -> dict[str, Any]:
             f"config file or run {path} does not exist; {hint}settings are written --key=value"
         )
     if not path.endswith(".py"):  # runpy would run code in a zip file, which a checkpoint is
-        raise UserError(f"{path} is no config file (.py); give a run by its folder")
+        raise UserError(f"{path} is not a config file (.py); to use a run, pass its folder")
     try:
         assigned = runpy.run_path(path)
     except (Exception, SystemExit) as error:

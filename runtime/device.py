@@ -190,7 +190,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 class Event:
-    """A moment of the work on a device: on CUDA when the device gets there, not the host."""
+    """A timestamp: a CUDA event, or the host clock on other devices."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda: torch.cuda.Event | None = None

@@ -20,7 +20,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def rank() -> int:
-    """The number of this process in its run. Rank 0 prints and writes files."""
+    """Return this process's rank. Rank 0 prints and writes files."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 

@@ -103,7 +103,7 @@ def read_json(path: str | Path, type: Any = Any) -> Any:
     """
     path = Path(path)
     try:
-        if not path.is_file():  # of a named pipe, a read might never end
+        if not path.is_file():  # not a FIFO: reading it would block
             return None
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -123,7 +123,7 @@ def convert(value: Any, type: Any, source: str | Path) -> Any:
 
 
 def read_pt(path: Path) -> Any:
-    """Read a .pt file, memory-mapped: its CPU tensors are read when first used.
+    """Read a .pt file, memory-mapped: tensors are paged in lazily.
 
     Nothing in the file is run as code. Raises UserError where it cannot be read.
     """

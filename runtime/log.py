@@ -333,7 +333,7 @@ def describe_documents(documents: "Documents") -> list[str]:
 
 def describe_data(config: Config, loader: "Loader | None", run_tokens: int) -> str:
     if loader is None:
-        return f"{config.data_dir}: not there yet; data.fineweb or data.text makes such a folder"
+        return f"{config.data_dir} does not exist yet; create it with data.fineweb or data.text"
     val_tokens = loader.validation_windows(config.val_tokens) * config.block_size
     text = f"{loader.source}: {loader.tokens:,} tokens, {val_tokens:,} for validation"
     epochs = run_tokens / (loader.n_windows * config.block_size)

@@ -22,7 +22,7 @@ def is_nanogpts(content: Any) -> bool:
 
 
 def as_ours(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the content of a ckpt.pt as a checkpoint of ours has it: model, step, config.
+    """Return the content of a ckpt.pt in this repository's checkpoint format: model, step, config.
 
     Raises UserError where an entry is missing, and for ids that are not GPT-2's without their
     tokenizer.json beside the file.

@@ -47,7 +47,7 @@ def no_checkpoint(run: str | Path) -> str:
     """Return a sentence on a path without a checkpoint."""
     hint = did_you_mean_run(run)
     return (
-        f"{run}: no checkpoint in it; {hint}a run is a folder that train.py made, or "
+        f"{run}: no checkpoint found; {hint}a run is a folder that train.py made, or "
         "the .pt file of a checkpoint in it"
     )
 

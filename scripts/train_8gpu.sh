@@ -12,7 +12,7 @@ if [ "$GPUS" = 0 ]; then
 fi
 # a mistake is said once, not by every process
 checks=$(WORLD_SIZE=$GPUS python train.py --resume=auto "$@" --dry_run)
-if missing=$(grep "not there yet" <<<"$checks"); then
+if missing=$(grep "does not exist yet" <<<"$checks"); then
     echo "error: $missing" >&2
     exit 2
 fi

@@ -23,7 +23,7 @@ cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the repository}"
 # a mistake is said once, not by every process
 processes=$((SLURM_JOB_NUM_NODES * ${SLURM_GPUS_ON_NODE:-8}))
 checks=$(WORLD_SIZE=$processes python train.py --resume=auto "$@" --dry_run)
-if missing=$(grep "not there yet" <<<"$checks"); then
+if missing=$(grep "does not exist yet" <<<"$checks"); then
     echo "error: $missing" >&2
     exit 2
 fi

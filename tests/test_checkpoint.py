@@ -96,8 +96,8 @@ def test_what_is_no_run_is_said_in_its_own_words(train, tmp_path, refused):
     }
     for path, near in misspelt.items():
         refused(train, "new", f"--init_from={path}", says=f"did you mean {near}?")
-    refused(train, "none", "--resume", says="no checkpoint in it; a run is")
-    refused(train, "new", str(file), says="no config file (.py); give a run by")
+    refused(train, "none", "--resume", says="no checkpoint found; a run is")
+    refused(train, "new", str(file), says="is not a config file (.py); to use a run, pass")
     assert not (tmp_path / "none").exists()
 
 

@@ -377,10 +377,10 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--attention=lssar", "attention = 'lssar' needs p, the power of its re-weighting: 3 or"),
         (
             "--attention=sigmoid --p=3",
-            "attention = 'sigmoid' takes no p (p = 3.0): re-weighting "
+            "attention = 'sigmoid' does not support p = 3.0: re-weighting "
             "needs l1 and weights that are never negative, as in softmax, sigmoid_logn_l1,",
         ),
-        ("--sink=one --attention=sigmoid", "attention = 'sigmoid' takes no sink"),
+        ("--sink=one --attention=sigmoid", "attention = 'sigmoid' does not support sink = one"),
         ("--n_head=7", "n_embd = 768 is not divisible by n_head = 7"),
         ("--rope_share=0.3", "rope_share = 0.3 of the 32 pairs of a head is 9.6 pairs"),
         ("--rope_share=0", "is 0 pairs; it must be a whole number from 1 to 32"),
@@ -393,7 +393,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         # settings without effect
         (
             "--s_init=2 --attention=lssa",
-            "attention = 'lssa' takes no s_init (s_init = 2.0): it is "
+            "attention = 'lssa' does not support s_init = 2.0: it is "
             "the first value of a learned s, as in ssmax, ssmax_bias, ssmax_probe",
         ),
         (

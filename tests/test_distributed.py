@@ -210,7 +210,7 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
     "argument, says",
     [
         ("--task=orbits", "error: task = 'orbits' cannot tie"),
-        ("--data_dir=nowhere", "error: nowhere: not there yet; data.fineweb or data.text makes"),
+        ("--data_dir=nowhere", "error: nowhere does not exist yet; create it with data.fineweb"),
         ("--total_batch_size=3072", "error: 2 processes cannot share the 3 sequences of a step"),
     ],
 )
@@ -267,10 +267,10 @@ def test_the_slurm_job_is_queued_again_after_its_signal(tmp_path, signalled):
     assert ("scontrol requeue 17" in text) == signalled
     # where the dry run says that data are missing, no job step begins
     notes.unlink()
-    write_command(bin / "python", "echo 'data/mine: not there yet; data.text makes it'")
+    write_command(bin / "python", "echo 'data/mine does not exist yet; create it with data.text'")
     process = subprocess.run(
         ["bash", script, "configs/softmax.py"], env=environment, capture_output=True, text=True
     )
     assert process.returncode == 2
-    assert process.stderr == "error: data/mine: not there yet; data.text makes it\n"
+    assert process.stderr == "error: data/mine does not exist yet; create it with data.text\n"
     assert not notes.exists()

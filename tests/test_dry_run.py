@@ -62,7 +62,7 @@ def test_a_dry_run_before_the_data_are_made(train, capsys, tmp_path, refused):
     refused(train, "run", "--dry_run", f"--data_dir={tmp_path}", says="no *_train_*.bin")
     train("run", "--dry_run", f"--data_dir={tmp_path}/none", "--max_iters=9")
     printed = capsys.readouterr().out
-    assert "none: not there yet; data.fineweb or data.text makes such a folder" in printed
+    assert "none does not exist yet; create it with data.fineweb or data.text" in printed
 
 
 def test_a_dry_run_of_a_folder_that_cannot_be_made(train, tmp_path, refused):

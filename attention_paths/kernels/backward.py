@@ -98,8 +98,7 @@ class RowTerms(NamedTuple):
 def row_terms(STATS, TERMS, head, rows, L, AXIS, C):
     """The RowTerms of rows.
 
-    A term that the variant does not need is delta, because Triton 3.6 cannot return a tuple that
-    contains None.
+    Unused terms alias delta: Triton 3.6 cannot return a tuple with None.
     """
     delta = load_term(TERMS, tiles.DELTA, head, rows, L, AXIS)
     gain = delta

@@ -320,7 +320,8 @@ def power_less_one(t, C):
         return tl.where(t > 0, 1.0, 0.0)
     elif C.P % 1 == 0:
         result = t
-        for bit in tl.static_range(16):  # P - 1 in binary, from the second digit on
+        # square-and-multiply over the bits of P - 1, most significant first
+        for bit in tl.static_range(16):
             if (C.P - 1) >> (16 - bit):
                 result = result * result
                 if ((C.P - 1) >> (15 - bit)) & 1:
