@@ -34,14 +34,15 @@ class Factors:
         Where these terms cancel, only rounding error is left. The result is clamped to at least the
         size of that error, so that a normalised x is never much longer than 1.
         """
-        a, b = self.a, self.b
+        a = self.a
+        b = self.b
         most = (a.abs() * b.norm(dim=-1, keepdim=True)).sum(1).square()
-        products = [
-            a[:, r] * (a * (b * b[:, r, None]).sum(-1, keepdim=True)).sum(1)
-            for r in range(a.shape[1])
-        ]
-        squares = sum(products[1:], products[0]).maximum(4 * torch.finfo(a.dtype).eps * most)
-        return squares.mT[:, :, None]
+        squares = torch.zeros_like(most)  # [B, Lk, H]
+        for r in range(a.shape[1]):
+            dots = (b * b[:, r, None]).sum(-1, keepdim=True)  # b_r . b_s, [B, R, Lk, 1]
+            squares += a[:, r] * (a * dots).sum(1)
+        smallest = 4 * torch.finfo(a.dtype).eps * most
+        return squares.maximum(smallest).mT[:, :, None]
 
     def mix(self, weights: Tensor) -> Tensor:
         """The sums [B, H, 1, d] of x with the weights [B, H, 1, Lk] of a single query."""
@@ -62,7 +63,8 @@ def factored(
         k = Factors(k.a.to(dtype), k.b.to(dtype))
         inverse: Tensor | float = 1.0
         if layer.variant.l2_normalise:
-            q, inverse = l2_normalise(q), torch.rsqrt(k.squared_norms() + 1e-12)
+            q = l2_normalise(q)
+            inverse = torch.rsqrt(k.squared_norms() + 1e-12)
         rows = layer.rows(q, k.a.shape[2], context)
         weights = attention_weights(layer.variant, q, lambda q: k.dot(q) * inverse, rows)
         return v.mix(weights)

@@ -466,10 +466,8 @@ def copy_weights(model: GPT, state: State, source: str | Path) -> None:
     for name in sorted(saved_shapes.keys() | shapes.keys()):
         saved_shape = saved_shapes.get(name)
         shape = shapes.get(name)
-        is_optional = name.rpartition(".")[2] in SCALARS
-        if is_optional and None in (saved_shape, shape):
-            continue
-        if saved_shape != shape:
+        is_other_scalar = name.rpartition(".")[2] in SCALARS and None in (saved_shape, shape)
+        if saved_shape != shape and not is_other_scalar:
             different.append(f"{name} {saved_shape} for {shape}")
     if different:
         raise UserError(
