@@ -61,10 +61,8 @@ RUN/attention_maps.json is a list of measurements; nothing in it is measured aga
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,9 +70,6 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from attention import DEAD
 from config import Config

@@ -24,7 +24,6 @@ import argparse
 import contextlib
 import multiprocessing
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -38,9 +37,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from attention_paths.reference import NO_CONTEXT, Context
 from config import Config

@@ -42,9 +42,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from config import Config, choices, names
 from errors import UserError, command
 from layers.heads import check_attention

@@ -38,19 +38,14 @@ contains them (or --out). Nothing is measured twice. In the JSON `parts` are by 
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from errors import UserError

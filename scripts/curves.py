@@ -8,12 +8,8 @@ The picture is curves.png in the run's folder or, for several runs, curves_RUN_R
 that contains them; --out names another file. The gradient norm is the norm before clipping.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 from matplotlib.figure import Figure

@@ -16,16 +16,11 @@ import difflib
 import functools
 import logging
 import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from errors import UserError, first_line

@@ -57,7 +57,6 @@ settings. Lengths that it has are not measured again; new ones are added:
 import copy
 import itertools
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,9 +66,6 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from data.shards import data_difference

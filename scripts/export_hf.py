@@ -12,16 +12,12 @@ requirements-eval.txt; loading needs transformers 5.
 import os
 import re
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import MAY_CHANGE, ROOT, Config
 from data.tokenizer import MERGES_FILE, byte_symbols, copy_tokenizer, get_tokenizer

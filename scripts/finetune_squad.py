@@ -35,9 +35,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from config import Config
 from data.loader import shuffled
 from data.tokenizer import Tokenizer, get_tokenizer

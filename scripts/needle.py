@@ -23,20 +23,15 @@ line breaks), the cities, the question, and what a length counts (here as in scr
 
 import random
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer

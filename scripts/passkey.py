@@ -16,15 +16,10 @@ training length does not exceed it.
 
 import functools
 import random
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from data.tokenizer import Tokenizer, get_tokenizer

@@ -22,18 +22,13 @@ value in view without matching its key or, in sort, repeats its last answer.
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config
 from data.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, chance, draw

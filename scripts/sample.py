@@ -6,14 +6,10 @@ python -m scripts.sample RUN --prompt "A text" --prompt "Another one" --prompt F
 Several prompts are continued in one batch.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data.tokenizer import get_tokenizer
 from errors import UserError, command

@@ -37,17 +37,16 @@ SLOW = (
 )
 COMMANDS = f"""
 import runpy, sys
-root, trained, shards, *small = sys.argv[1:]
-def run(script, *arguments):
-    sys.argv = [f"{{root}}/{{script}}", *arguments]
-    sys.path[0] = sys.argv[0].rpartition("/")[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+trained, shards, *small = sys.argv[1:]
+def run(module, *arguments):
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
-run("scripts/sample.py", trained, "--max_new_tokens=2", "--device=cpu")
+run("scripts.sample", trained, "--max_new_tokens=2", "--device=cpu")
 print("slow:", [name for name in {SLOW} if name in sys.modules])
 start = ["--init_from=hf:gpt2", "--data_dir=" + shards, "--out_dir=run", "--max_iters=0"]
-run("train.py", *small, *start)
-run("scripts/export_hf.py", "run", "exported")
+run("train", *small, *start)
+run("scripts.export_hf", "run", "exported")
 import transformers
 transformers.AutoModelForCausalLM.from_pretrained("exported", trust_remote_code=True)
 assert transformers.utils.is_kernels_available()
@@ -55,7 +54,7 @@ print("kernels:", sys.modules["kernels"].__file__)
 """
 
 
-def test_commands_run_as_files_from_any_folder(trained, shards, tmp_path):
+def test_commands_run_from_any_folder(trained, shards, tmp_path):
     """They import nothing slow that they do not need, and hide no module of other packages: a
     module of ours named kernels would end transformers."""
     transformers = pytest.importorskip("transformers")
@@ -66,14 +65,15 @@ def test_commands_run_as_files_from_any_folder(trained, shards, tmp_path):
         n_layer=2,
         n_head=2,
     )
-    transformers.GPT2LMHeadModel(gpt2_config).save_pretrained(tmp_path / "gpt2")
+    elsewhere = tmp_path / "elsewhere"
+    transformers.GPT2LMHeadModel(gpt2_config).save_pretrained(elsewhere / "gpt2")
     stub = tmp_path / "kernels/__init__.py"
     stub.parent.mkdir()
     stub.write_text(KERNELS)
     done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, str(ROOT), str(trained), str(shards), *SMALL],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "HF_HOME": str(tmp_path / "hf")},
+        [sys.executable, "-c", COMMANDS, str(trained), str(shards), *SMALL],
+        cwd=elsewhere,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "HF_HOME": str(tmp_path / "hf")},
         capture_output=True,
         text=True,
     )
@@ -81,7 +81,7 @@ def test_commands_run_as_files_from_any_folder(trained, shards, tmp_path):
     assert "-" * 80 in done.stdout
     assert "\nslow: []\n" in done.stdout
     assert done.stdout.endswith(f"kernels: {stub}\n")
-    began = json.loads((tmp_path / "run/began_with.json").read_text())
+    began = json.loads((elsewhere / "run/began_with.json").read_text())
     assert began["step"] == 0
     assert len(began["sha256"]) == 64
 

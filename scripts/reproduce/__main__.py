@@ -14,12 +14,7 @@ Other commands reproduce LSSAR's Table A7, the cost of a step (scripts.benchmark
 6 to 8, needles in a haystack (scripts.needle, on runs fine-tuned by scripts.finetune_squad).
 """
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from errors import UserError, command
 from scripts.reproduce.entries import Entry, open_scale

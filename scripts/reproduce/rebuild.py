@@ -6,11 +6,7 @@ Means, standard deviations and differences are computed from each seed's values.
 first seed, such as attention maps, are of measurements that table.json leaves out: they stay.
 """
 
-import sys
 from pathlib import Path
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from errors import UserError, command
 from runtime.files import read_json
