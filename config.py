@@ -414,8 +414,7 @@ def check_each_setting(config: Config) -> None:
     """
     for key, hint in HINTS.items():
         value = getattr(config, key)
-        if isinstance(value, int | float) and not abs(value) < 2**63:  # nan, too
-            raise UserError(f"{key} = {value} must be a number below 2**63")
+        check_limits(key, value, hint)
         if type(value) is int and float in TYPES[key]:
             object.__setattr__(config, key, value := float(value))
         elif type(value) is float and int in TYPES[key] and value.is_integer():
@@ -425,12 +424,20 @@ def check_each_setting(config: Config) -> None:
             raise UserError(
                 f"{key} = {value!r} is {type(value).__name__}; it must be {' or '.join(kinds)}"
             )
-        for part in (hint, *typing.get_args(hint)):  # the limits of `PositiveInt | None`, too
-            for words, limit in getattr(part, "__metadata__", ()):
-                if value is not None and IS_WRONG[words](value, limit):
-                    raise UserError(f"{key} = {value} must be {words} {limit}")
         if choices(key):
             check_choice(key, value, choices(key))
+
+
+def check_limits(key: str, value: Any, hint: Any) -> None:
+    """Raise UserError for a number beyond the limits of its type, such as PositiveInt."""
+    if not isinstance(value, int | float):
+        return
+    if not abs(value) < 2**63:  # nan, too
+        raise UserError(f"{key} = {value} must be a number below 2**63")
+    for part in (hint, *typing.get_args(hint)):  # the limits of `PositiveInt | None`, too
+        for words, limit in getattr(part, "__metadata__", ()):
+            if IS_WRONG[words](value, limit):
+                raise UserError(f"{key} = {value} must be {words} {limit}")
 
 
 def check_effect(config: Config) -> None:

@@ -72,7 +72,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention import DEAD
-from config import Config
+from config import Config, NonNegativeInt
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import head_windows, layer_attention_weights
@@ -120,7 +120,7 @@ class MapOptions(LengthOptions, TextOptions):
     layer: int = option(-1, "layer to map: 0 is the first, -1 the last")
     text: str = option(TEXT, "text to map; empty: none (default: that of LSSAR's Figure A1)")
     files: list[str] | None = option(None, "text files to measure hf: models on", **FILES)
-    tokens: int = option(32768, "validation tokens at each length; 0: only the text", at_least=0)
+    tokens: NonNegativeInt = option(32768, "validation tokens at each length; 0: only the text")
     distances: bool = option(False, "also measure positive weights by distance in all layers")
 
     def text_files(self) -> list[str]:

@@ -40,6 +40,7 @@ contains them (or --out). Nothing is measured twice. In the JSON `parts` are by 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -78,7 +79,7 @@ class CopyingOptions(ControlOptions):
         "lags in tokens, beside T/4, T/2 and 3T/4 (default: 2T, 4T, 8T, 16T)",
         type=parse_lengths,
     )
-    passages: int = option(64, "passages to copy", at_least=2)
+    passages: Annotated[int, ("at least", 2)] = option(64, "passages to copy")
 
     def lags_of(self, config: Config) -> list[int]:
         """The lags in ascending order, in tokens."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from config import PositiveInt
 from errors import UserError, command
 from runtime import run_folder
 from runtime.files import check_writable
@@ -35,7 +36,7 @@ Steps = list[dict[str, float]]  # lines of metrics.jsonl
 class Curves:
     """Draw the curves of runs, also while they train."""
 
-    smooth: int = option(1, "steps to average, drawn over a faint curve of all", at_least=1)
+    smooth: PositiveInt = option(1, "steps to average, drawn over a faint curve of all")
 
 
 @command

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from config import Config
+from config import Config, PositiveInt
 from errors import UserError, first_line
 from scripts.common.command_line import option
 from scripts.common.options import EvaluationOptions
@@ -50,12 +50,8 @@ class DownstreamOptions(EvaluationOptions):
     """Scores on tasks of lm-evaluation-harness: LSSAR Tables 2, A1 and A2, or any others."""
 
     tasks: str = option("paper", "tasks, such as arc_easy,piqa; paper: the tasks of LSSAR's tables")
-    max_length: int | None = option(
-        None, "longest input in tokens (default: 2x training)", at_least=1
-    )
-    limit: int | None = option(
-        None, "at most this many samples of each task, for a test", at_least=1
-    )
+    max_length: PositiveInt | None = option(None, "longest input in tokens (default: 2x training)")
+    limit: PositiveInt | None = option(None, "at most this many samples of each task, for a test")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
-from config import Config
+from config import Config, PositiveInt
 from data.shards import data_difference
 from errors import UserError
 from layers.selfcheck import check_kernels
@@ -98,7 +98,7 @@ MEANING = "gain: of context beyond the training length, at the longest length; b
 class LossOptions(LengthOptions, ControlOptions):
     """Loss at lengths beyond the training length, over the same tokens at every length."""
 
-    tokens: int | None = option(None, "tokens to predict (default: one per 24 weights)", at_least=1)
+    tokens: PositiveInt | None = option(None, "tokens to predict (default: one per 24 weights)")
     per_position: bool = option(False, "also measure the loss by position at the greatest length")
     whole_documents: bool = option(False, "only windows that lie inside one document")
     documents: str | None = option(

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from config import Config
+from config import Config, NonNegativeInt, PositiveInt
 from data.loader import shuffled
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError, command
@@ -78,13 +78,11 @@ class FineTuning(LoadingOptions):
 
     out_dir: str | None = option(None, "the new run's folder (default: RUN_squad)")
     squad: str = option("train-v2.0.json", f"the file {SQUAD}")
-    epochs: int = option(10, "passes over all examples", at_least=1)
+    epochs: PositiveInt = option(10, "passes over all examples")
     learning_rate: float = option(2e-5, "peak learning rate")
-    sequences: int = option(128, "examples a step", at_least=1)
-    batch_size: int = option(8, "examples a micro-batch", at_least=1)
-    first_batch: int = option(
-        0, "batch of the first step, to skip batches that diverge", at_least=0
-    )
+    sequences: PositiveInt = option(128, "examples a step")
+    batch_size: PositiveInt = option(8, "examples a micro-batch")
+    first_batch: NonNegativeInt = option(0, "batch of the first step, to skip batches that diverge")
     resume: bool = option(False, "continue the run in --out_dir from its last checkpoint")
 
 

@@ -33,7 +33,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from config import Config
+from config import Config, PositiveInt
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
 from evaluation import layer_attention_weights
@@ -124,9 +124,9 @@ class Haystack:
 class NeedleOptions(RetrievalOptions, TextOptions):
     """Needle in a haystack: a city's number in a long text, and the attention that it gets."""
 
-    samples: int = option(1000, "needles per length and depth", at_least=1)
-    score_length: int = option(8000, "length for the needle scores", at_least=1)
-    score_trials: int = option(100, "needles to score", at_least=1)
+    samples: PositiveInt = option(1000, "needles per length and depth")
+    score_length: PositiveInt = option(8000, "length for the needle scores")
+    score_trials: PositiveInt = option(100, "needles to score")
 
     @property
     def scores(self) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from config import Config
+from config import Config, PositiveInt
 from data.tokenizer import Tokenizer, get_tokenizer
 from scripts.common.command_line import option
 from scripts.common.labels import title_of
@@ -54,7 +54,7 @@ class PasskeyOptions(RetrievalOptions):
 
     multiples = (1, 1.5, 2, 4, 8)
 
-    trials: int = option(100, "trials per length", at_least=1)
+    trials: PositiveInt = option(100, "trials per length")
 
 
 def identify(options: PasskeyOptions, config: Config) -> dict:

@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from tqdm import trange
 # for a script that is run as a file: the repository's modules are not beside it
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from config import Config
+from config import Config, PositiveInt
 from data.loader import epoch_order
 from data.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, positions, tokenise
 from model import GPT
@@ -86,9 +86,11 @@ class PhysicsOptions(EvaluationOptions):
 
     task = "orbits"
 
-    steps: int = option(10_000, "steps of each fine-tuning", at_least=1)
-    batch: int = option(64, "sequences in a step", at_least=1)
-    pairs: int = option(10_000, "two-body systems, a tenth of which is judged", at_least=10)
+    steps: PositiveInt = option(10_000, "steps of each fine-tuning")
+    batch: PositiveInt = option(64, "sequences in a step")
+    pairs: Annotated[int, ("at least", 10)] = option(
+        10_000, "two-body systems, a tenth of which is judged"
+    )
     oracle: bool = option(False, "average the nearest labels instead of asking the model")
 
 

@@ -30,7 +30,7 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from config import Config
+from config import Config, PositiveInt
 from data.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, chance, draw
 from errors import UserError
 from scripts.common.command_line import option
@@ -58,7 +58,7 @@ class RecallOptions(LengthOptions):
     task = "recall"
     multiples = (1, 2, 4, 8, 16, 32, 64)
 
-    answers: int = option(512, "least number of answers at each length", at_least=1)
+    answers: PositiveInt = option(512, "least number of answers at each length")
     proportional: bool = option(False, "mqar: ask pairs in proportion to the length")
 
     def pairs(self, config: Config, length: int) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from config import NonNegativeFloat, NonNegativeInt, PositiveInt
 from data.tokenizer import get_tokenizer
 from errors import UserError, command
 from generation import generate
@@ -30,13 +31,11 @@ class Sampling(Options):
         type=str,
         action="append",
     )
-    num_samples: int = option(1, "texts to generate from each prompt", at_least=1)
-    max_new_tokens: int = option(200, "tokens of each text", at_least=1)
-    temperature: float = option(
-        0.8, "sampling temperature; 0 takes the likeliest token", at_least=0
-    )
-    top_k: int = option(200, "sample from this many of the likeliest tokens", at_least=1)
-    seed: int = option(1337, "seed of the sampling", at_least=0)
+    num_samples: PositiveInt = option(1, "texts to generate from each prompt")
+    max_new_tokens: PositiveInt = option(200, "tokens of each text")
+    temperature: NonNegativeFloat = option(0.8, "sampling temperature; 0 takes the likeliest token")
+    top_k: PositiveInt = option(200, "sample from this many of the likeliest tokens")
+    seed: NonNegativeInt = option(1337, "seed of the sampling")
 
 
 @command

@@ -83,7 +83,7 @@ def test_every_option_comes_from_the_command_line():
         ("--lengths=1,x", "--lengths '1,x' must be whole numbers above 0, as 1024,2048"),
         ("--out=one.jpg", "--out one.jpg must end in .png, .pdf, .svg"),
         ("--lenghts=8", "unrecognized arguments: --lenghts=8"),
-        ("--tokens=0", "--tokens 0 must be at least 1"),
+        ("--tokens=0", "--tokens = 0 must be at least 1"),
     ],
 )
 def test_options_are_refused_in_a_sentence(option, message):

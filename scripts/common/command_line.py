@@ -4,7 +4,6 @@ Imports no torch, so that --help and error messages appear at once.
 """
 
 import argparse
-import math
 import re
 import typing
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from config import check_limits, types_of
 from errors import UserError, did_you_mean
 from runtime.files import check_writable
 
@@ -20,16 +20,15 @@ PICTURES = (".png", ".pdf", ".svg")
 AnyOptions = TypeVar("AnyOptions")
 
 
-def option(default: Any, help: str, *, at_least: int | None = None, **settings: Any) -> Any:
+def option(default: Any, help: str, **settings: Any) -> Any:
     """A field of a dataclass that is an option of the command, `--FIELD VALUE`.
 
     `settings` go to argparse's add_argument. The type, if it is not among them, is the annotation's
-    first: int for `int | None`.
+    first: int for `PositiveInt | None`, whose limits are checked.
     """
     if default not in (None, False):
         help += " (%(default)s)"
-    settings |= {"default": default, "help": help}
-    return field(default=default, metadata={"at_least": at_least, "settings": settings})
+    return field(default=default, metadata=settings | {"default": default, "help": help})
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,7 +79,7 @@ def parse(
 ) -> tuple[AnyOptions, Any]:
     """A dataclass of options from the command line, and the `arguments`, which are not its fields.
 
-    Raises UserError where a number is too small or not finite.
+    Raises UserError where a number is beyond its limits.
     """
     parser = Parser(description=(kind.__doc__ or "").split("\n\n")[0])
     for name, settings in arguments.items():
@@ -88,18 +87,14 @@ def parse(
     options: tuple[Field, ...] = fields(kind)  # type: ignore[arg-type]
     hints = typing.get_type_hints(kind)
     for each in options:
-        hint = hints[each.name]
-        as_type: dict[str, Any] = {"type": next(iter(typing.get_args(hint)), hint)}
-        if hint is bool:
+        as_type: dict[str, Any] = {"type": types_of(hints[each.name])[0]}
+        if hints[each.name] is bool:
             as_type = {"action": "store_true"}
-        parser.add_argument(f"--{each.name}", **(as_type | each.metadata["settings"]))
+        parser.add_argument(f"--{each.name}", **(as_type | each.metadata))
     parsed = parser.parse_args(argv)
+    limits = typing.get_type_hints(kind, include_extras=True)
     values = {}
     for each in options:
-        value, least = getattr(parsed, each.name), each.metadata["at_least"]
-        if value is not None and least is not None and not value >= least:
-            raise UserError(f"--{each.name} {value} must be at least {least}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"--{each.name} {value} must be a finite number")
-        values[each.name] = value
+        values[each.name] = getattr(parsed, each.name)
+        check_limits(f"--{each.name}", values[each.name], limits[each.name])
     return kind(**values), parsed

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from attention import VARIANTS
-from config import Config, choices
+from config import Config, PositiveInt, choices
 from errors import UserError
 from layers.rope import Rope
 from runtime.device import pick_device, pick_dtype
@@ -45,8 +45,8 @@ class Options(LoadingOptions):
     log_base: float | None = option(
         None, "base a: scores times log_a(a + n), n keys in view (SWAN)"
     )
-    window: int | None = option(
-        None, "a query sees at most this many last keys, in any layer", at_least=1
+    window: PositiveInt | None = option(
+        None, "a query sees at most this many last keys, in any layer"
     )
     attention: str | None = option(
         None, "evaluate with another variant; it re-weights only with --p"

@@ -7,6 +7,7 @@ and in scripts.reproduce. A command, `python FILE.py RUN` in the repository's fo
 
     import torch
 
+    from config import PositiveInt
     from scripts.common.command_line import option
     from scripts.common.runner import Evaluation, as_command
     from scripts.common.validation import TextOptions, stretches, windows
@@ -16,7 +17,7 @@ and in scripts.reproduce. A command, `python FILE.py RUN` in the repository's fo
     class LikeliestOptions(TextOptions):
         \"\"\"Mean probability of the likeliest token.\"\"\"
 
-        tokens: int = option(1000, "validation tokens", at_least=1)
+        tokens: PositiveInt = option(1000, "validation tokens")
 
 
     def chunks(options, config):
