@@ -445,21 +445,12 @@ def find_measurement(measurements: list[dict], facts: dict) -> dict:
 
 
 def is_of(measurement: dict, facts: dict) -> bool:
-    """Whether a measurement has these facts, as far as they were recorded when it was made."""
+    """Whether a measurement has these facts."""
     for key, value in facts.items():
-        if key == "formulas":
-            same = not differs(measurement.get(key), value)
-        elif key == "data_dir":
-            same = True  # the same data may lie in several folders: the hash tells them apart
-        elif key in ("val_sha256", "tokenizer"):  # once not recorded by every evaluation
-            same = measurement.get(key, value) == value
-        elif key == "log_base":  # once not an option
-            same = measurement.get(key) == value
-        else:
-            same = key in measurement and measurement[key] == value
-        if not same:
+        # the same data may lie in several folders: the hash tells them apart
+        if key not in ("data_dir", "formulas") and measurement.get(key) != value:
             return False
-    return True
+    return "formulas" not in facts or not differs(measurement.get("formulas"), facts["formulas"])
 
 
 def store(file: Path, facts: dict, name: str, values: dict, code: str, made: dict) -> None:
