@@ -61,6 +61,7 @@ RUN/attention_maps.json is a list of measurements; nothing in it is measured aga
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -202,10 +203,11 @@ def chunks(options: MapOptions, config: Config) -> dict[str, Any]:
 def measure(options: MapOptions, run: Run, chunk: Any) -> dict:
     if chunk == BY_DISTANCE:
         return measure_distances(options, run)
-    windows: Iterable[Tensor] = [torch.tensor([options.ids(run.config)])]
-    if chunk is not None:
-        windows = single_windows(options, run, chunk)
-    return measure_rows(run, options.layer_of(run.config), windows)
+    layer = options.layer_of(run.config)
+    if chunk is None:
+        text = torch.tensor([options.ids(run.config)])
+        return measure_rows(run, layer, [text])
+    return measure_rows(run, layer, single_windows(options, run, chunk))
 
 
 def single_windows(options: MapOptions, run: Run, length: int) -> Iterator[Tensor]:
@@ -342,7 +344,7 @@ def measure_distances(options: MapOptions, run: Run) -> dict:
     """The shares of --distances, means over windows of the training length."""
     length = run.config.block_size
     pairs = visible_pairs(length, head_windows(run.model))  # [layers, H, groups]
-    by_window = []
+    measured = defaultdict(list)  # by layer within each window
     for idx in single_windows(options, run, length):
         with run.autocast():
             signs = layer_attention_weights(
@@ -351,18 +353,14 @@ def measure_distances(options: MapOptions, run: Run) -> dict:
                 rows=slice(None),
                 reduce=lambda A: A.sign().char(),  # a byte each
             )
-        by_layer = []
         for layer_signs, layer_pairs in zip(signs, pairs, strict=True):
-            by_layer.append(shares(layer_signs[0], layer_pairs))
-        by_window.append(torch.stack(by_layer))
-    mean = torch.stack(by_window).mean(0)  # [layers, H, groups + 2]
-    return {
-        "length": length,
-        "distances": distances(length),
-        "positive": without_nan(mean[..., :-2]),
-        "dead_rows": mean[..., -2].tolist(),
-        "dead_keys": mean[..., -1].tolist(),
-    }
+            for name, share in shares(layer_signs[0], layer_pairs).items():
+                measured[name].append(share)
+    means: dict[str, Any] = {"length": length, "distances": distances(length)}
+    for name, by_layer in measured.items():
+        by_window = torch.stack(by_layer).unflatten(0, (-1, len(pairs)))
+        means[name] = without_nan(by_window.mean(0))
+    return means
 
 
 def visible_pairs(length: int, windows: list[list[int | None]]) -> Tensor:
@@ -374,10 +372,11 @@ def visible_pairs(length: int, windows: list[list[int | None]]) -> Tensor:
     return grouped(pairs).double()
 
 
-def shares(sign: Tensor, pairs: Tensor) -> Tensor:
-    """The shares of one window, [H, groups + 2], from the signs of its weights [H, L, L].
+def shares(sign: Tensor, pairs: Tensor) -> dict[str, Tensor]:
+    """The shares of a layer in one window, from the signs of its weights [H, L, L].
 
-    These are positive weights by distance, NaN where `visible_pairs` are 0; dead rows; dead keys.
+    These are positive weights by distance [H, groups], NaN where `visible_pairs` are 0, and dead
+    rows and dead keys [H].
     """
     length = sign.shape[-1]
     positive = []
@@ -391,8 +390,11 @@ def shares(sign: Tensor, pairs: Tensor) -> Tensor:
     used_keys = used_keys[:, : length // 2]
     dead_rows = (~used_rows).double().mean(-1)
     dead_keys = (~used_keys).double().mean(-1)
-    dead_shares = torch.stack((dead_rows, dead_keys), dim=-1).cpu()
-    return torch.cat((counts / pairs, dead_shares), dim=-1)
+    return {
+        "positive": counts / pairs,
+        "dead_rows": dead_rows.cpu(),
+        "dead_keys": dead_keys.cpu(),
+    }
 
 
 def mean_shares(result: dict) -> dict[str, float]:

@@ -116,10 +116,13 @@ def test_counts_of_a_window():
     A[1, 2, 2] = -0.5
     A[1, 3, 3] = 0.5
     (pairs,) = attention_maps.visible_pairs(4, [[None, None]])
-    first_head, second_head = attention_maps.shares(A.sign(), pairs)
+    shares = attention_maps.shares(A.sign(), pairs)
+    first_head, second_head = shares["positive"].tolist()
     # distance 0: 2 of 4; 1: 1 of 3; 2 and 3: 1 of 3. Dead: one query of 4, no key of 2.
-    assert first_head.tolist() == pytest.approx([2 / 4, 1 / 3, 1 / 3, 1 / 4, 0])
-    assert second_head.tolist() == [1 / 4, 0, 0, 1 / 4, 1 / 2]
+    assert first_head == pytest.approx([2 / 4, 1 / 3, 1 / 3])
+    assert second_head == [1 / 4, 0, 0]
+    assert shares["dead_rows"].tolist() == [1 / 4, 1 / 4]
+    assert shares["dead_keys"].tolist() == [0, 1 / 2]
 
 
 def test_windows_by_layer(shards, call, tmp_path, pictures):
