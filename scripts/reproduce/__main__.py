@@ -16,7 +16,7 @@ Other commands reproduce LSSAR's Table A7, the cost of a step (scripts.benchmark
 
 from collections.abc import Sequence
 
-from errors import UserError, command
+from errors import check_choice, command
 from scripts.reproduce.entries import Entry, open_scale
 from scripts.reproduce.report import carry_out, work_parser
 from scripts.reproduce.tables import EXPERIMENTS
@@ -33,7 +33,7 @@ def main() -> None:
     )
     add = parser.add_argument
     add("name", metavar="NAME", choices=EXPERIMENTS, help="table or figure to reproduce")
-    add("--only", metavar="ENTRY,ENTRY", help="train and evaluate only these entries")
+    add("--only", metavar="ENTRY,ENTRY", help="only these entries; scripts.compare takes others")
     options, settings = parser.parse_known_args()
     experiment = EXPERIMENTS[options.name]
     chosen = experiment.entries
@@ -46,12 +46,8 @@ def main() -> None:
 def choose(entries: Sequence[Entry], names: Sequence[str]) -> tuple[Entry, ...]:
     """Return the entries of these names. Raises UserError for an unknown name."""
     entry_of = {entry.name: entry for entry in entries}
-    unknown = set(names) - set(entry_of)
-    if unknown:
-        known = ", ".join(entry_of)
-        raise UserError(
-            f"--only {min(unknown)!r} must be one of {known}; scripts.compare takes other configs"
-        )
+    for name in names:
+        check_choice("--only", name, entry_of)
     return tuple(entry_of[name] for name in dict.fromkeys(names))
 
 
