@@ -16,6 +16,7 @@ training length does not exceed it.
 
 import functools
 import random
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,15 +106,16 @@ def judge(answers: list[tuple[Trial, str]]) -> dict:
     """The results of one length: the accuracy, and every answer."""
     trials: list[dict[str, Any]] = []
     for trial, text in answers:
-        values = {
-            "key": trial.number,
-            "depth": round(trial.depth, 4),
-            "answer": text,
-            "correct": first_number(text) == str(trial.number),
-        }
-        trials.append(values)
-    correct = sum(values["correct"] for values in trials)
-    return {"accuracy": correct / len(trials), "trials": trials}
+        trials.append(
+            {
+                "key": trial.number,
+                "depth": round(trial.depth, 4),
+                "answer": text,
+                "correct": first_number(text) == str(trial.number),
+            }
+        )
+    accuracy = statistics.fmean(values["correct"] for values in trials)
+    return {"accuracy": accuracy, "trials": trials}
 
 
 def show(options: PasskeyOptions, results: Results) -> dict[str, Figure]:
