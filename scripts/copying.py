@@ -52,7 +52,7 @@ from config import Config
 from errors import UserError
 from scripts.common.command_line import option, parse_lengths
 from scripts.common.labels import title_of
-from scripts.common.plots import Curve, draw_by_length
+from scripts.common.plots import Curve, Style, draw_by_length
 from scripts.common.runner import Evaluation, Results, Run, as_command, batches, with_controls
 from scripts.common.tables import print_table
 from scripts.common.validation import (
@@ -237,7 +237,8 @@ def worth_curve(name: str, result: dict, is_control: bool) -> Curve:
             worth = math.nan
         worths.append(worth)
         errors.append(error)
-    return Curve(name, lags, worths, errors, band="standard error", thin=is_control)
+    style: Style = "thin" if is_control else "line"
+    return Curve(name, lags, worths, errors, band="standard error", style=style)
 
 
 COPYING = Evaluation(

@@ -68,7 +68,7 @@ def plot(runs: dict[str, Steps], options: Curves) -> Figure:
             steps = np.array([line["step"] for line in lines])
             values = np.array([line[key] for line in lines])
             if key in ("loss", "grad_norm") and options.smooth > 1 and lines:
-                curves.append(Curve(name, steps, values, thin=True))
+                curves.append(Curve(name, steps, values, style="thin"))
                 size = min(options.smooth, len(values))
                 values = np.convolve(values, np.ones(size) / size, "valid")
                 begin = size // 2

@@ -387,7 +387,7 @@ def plot(results: Results, title: str, by_position: bool = False) -> Figure:
                 losses = smoothed(chunks[-1]["loss_by_position"])
                 x = range(first_drawn + 1, len(losses) + 1)
                 y = losses[first_drawn:]
-            curves.append(Curve(label, x, y, thin=is_control))
+            curves.append(Curve(label, x, y, style="thin" if is_control else "line"))
     xlabel = "position" if by_position else "length"
     return draw_by_length(results.values(), title, curves, xlabel, UNIT)
 

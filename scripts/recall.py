@@ -176,7 +176,7 @@ def chance_curves(results: Results) -> list[Curve]:
         if len(results_of_tasks) > 1:
             label = f"{task}, {label}"
         lengths = list(accuracies(result))
-        curves.append(Curve(label, lengths, chances(result, lengths), reference=True))
+        curves.append(Curve(label, lengths, chances(result, lengths), style="reference"))
     return curves
 
 

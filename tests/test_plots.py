@@ -24,7 +24,7 @@ def test_a_saved_picture_has_the_format_of_its_suffix(tmp_path, monkeypatch, cap
 
 
 def test_a_reference_takes_no_style_of_a_curve():
-    chance = Curve("chance", [1, 2], [5, 5], reference=True)
+    chance = Curve("chance", [1, 2], [5, 5], style="reference")
     a = Curve("a", [1, 2], [3, 4])
     b = Curve("b", [1, 2], [4, 3])
     panels = {"one": [chance, a], "two": [b, chance]}
@@ -54,7 +54,7 @@ def test_a_legend_takes_a_fifth_of_the_picture_at_most(tmp_path, panels, count, 
     curves = []
     for i in range(count):
         curves.append(Curve(f"{label} {i}", [1, 2], [i, i]))
-    curves.append(Curve(f"{label} 0", [1, 2], [0, 1], thin=True))
+    curves.append(Curve(f"{label} 0", [1, 2], [0, 1], style="thin"))
     titles = map(str, range(panels))
     figure = draw_curves(dict.fromkeys(titles, curves), "x", "y", thin="thin: a window")
     save_picture(figure, tmp_path / "a.png")

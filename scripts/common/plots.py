@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,6 +19,7 @@ MOST_TICKS = 16
 # The controls of scripts.common.validation in a legend.
 THIN = "thin: sliding window, plain RoPE"
 Values = Sequence[Any] | np.ndarray  # numbers; None, of y and deviation, leaves a gap
+Style = Literal["line", "thin", "reference", "behind"]
 
 
 def save_picture(figure: Figure, path: Path) -> None:
@@ -105,9 +106,7 @@ class Curve:
     y: Values
     deviation: Values | None = None
     band: str = field(default="", kw_only=True)  # what the band is, for the legend
-    thin: bool = field(default=False, kw_only=True)
-    reference: bool = field(default=False, kw_only=True)
-    behind: bool = field(default=False, kw_only=True)
+    style: Style = field(default="line", kw_only=True)
 
 
 def draw_curves(
@@ -126,21 +125,19 @@ def draw_curves(
     there are any; `marks` are places on the x axis with a dotted line.
     """
     figure, all_axes = panels(len(panels_of), sharey)
-    labels: dict[str, int] = {}
-    references: dict[str, int] = {}
+    numbers: dict[str, dict[str, int]] = {"line": {}, "reference": {}, "behind": {}}
+    numbers["thin"] = numbers["line"]
     points: set[float] = set()
     for curve in itertools.chain(*panels_of.values()):
         points.update(curve.x)
-        known = references if curve.reference else labels
-        if not curve.behind:
-            known.setdefault(curve.label, len(known))
+        labels = numbers[curve.style]
+        labels.setdefault(curve.label, len(labels))
     for (title, curves), axes in zip(panels_of.items(), all_axes, strict=True):
         for place in marks:
             axes.axvline(place, color="0.6", linestyle=":", linewidth=1)
         for curve in curves:
-            known = references if curve.reference else labels
-            draw(axes, curve, known.get(curve.label, 0))
-        if thin and any(curve.thin for curve in curves):
+            draw(axes, curve, numbers[curve.style][curve.label])
+        if thin and any(curve.style == "thin" for curve in curves):
             axes.plot([], [], color="0.3", linewidth=0.7, label=thin)
         for band in {curve.band for curve in curves if curve.band}:  # one in a panel
             axes.fill_between([], [], color="0.3", alpha=0.2, lw=0, label=band)
@@ -180,25 +177,29 @@ def draw_by_length(
 
 
 def draw(axes: Axes, curve: Curve, i: int) -> None:
-    """Draw a curve in the i-th style of its kind; 20 styles are distinct."""
+    """Draw the i-th curve of its style; 20 lines are distinct."""
     color = f"C{i % 10}"
-    style: dict[str, Any] = {"color": color, "alpha": 0.8}
-    if curve.behind:
-        style = {"color": "0.7", "linestyle": "--", "linewidth": 0.8}
-    elif curve.reference:
-        dashes = (0, (6 / (i + 1), 3))  # shorter than those of the reference before
-        style = {"color": "0.3", "linestyle": dashes, "linewidth": 1}
-    elif curve.thin:
-        style |= {"linewidth": 0.7}
-    else:
-        style |= {
+    looks: dict[str, dict[str, Any]] = {
+        "line": {
+            "color": color,
+            "alpha": 0.8,
             "linestyle": "-" if i < 10 else "--",
             "marker": MARKERS[i % len(MARKERS)],
             "markersize": 4,
             "markevery": 1 if len(curve.x) <= 20 else 0.1,  # a share of the axes' diagonal
-        }
-    axes.plot(curve.x, curve.y, label=None if curve.thin else curve.label, **style)
-    if curve.deviation is not None and not curve.thin:
+            "label": curve.label,
+        },
+        "thin": {"color": color, "alpha": 0.8, "linewidth": 0.7},
+        "reference": {
+            "color": "0.3",
+            "linestyle": (0, (6 / (i + 1), 3)),  # shorter than that of the reference before
+            "linewidth": 1,
+            "label": curve.label,
+        },
+        "behind": {"color": "0.7", "linestyle": "--", "linewidth": 0.8, "label": curve.label},
+    }
+    axes.plot(curve.x, curve.y, **looks[curve.style])
+    if curve.deviation is not None and curve.style == "line":
         y = np.array(curve.y, dtype=float)
         deviation = np.array(curve.deviation, dtype=float)
         axes.fill_between(curve.x, y - deviation, y + deviation, color=color, alpha=0.2, lw=0)

@@ -29,9 +29,9 @@ def curves_of(table: dict, label: str, summary: dict) -> list[Curve]:
     x = table["multiples"]
     mean = summary["mean"][: len(x)]
     curves = [with_band(table, label, x, mean, summary["deviation"][: len(x)])]
-    control = control_losses(table, summary.get("runs", []))
+    control = control_losses(table, summary["runs"])
     if control:
-        curves.append(Curve(label, x, control, thin=True))
+        curves.append(Curve(label, x, control, style="thin"))
     return curves
 
 
@@ -44,7 +44,7 @@ def curves_beside(table: dict) -> list[Curve]:
     label = f"{table['beside']['folder']}, {len(rows)} rows"
     curves = []
     for row in rows:
-        curves.append(Curve(label, x, row["mean"][: len(x)], behind=True))
+        curves.append(Curve(label, x, row["mean"][: len(x)], style="behind"))
     return curves
 
 
@@ -87,7 +87,7 @@ def level_of_chance(table: dict) -> list[Curve]:
         return []
     label = f"chance: {chance_label(measured['recall'])}"
     levels = chances(measured, lengths_of(table))
-    return [Curve(label, table["multiples"], levels, reference=True)]
+    return [Curve(label, table["multiples"], levels, style="reference")]
 
 
 def together(table: dict) -> Figure:
@@ -95,13 +95,14 @@ def together(table: dict) -> Figure:
 
     The level of chance is a dashed line. Committed rows are behind the entries.
     """
+    x = table["multiples"]
     own = curves_beside(table)
     paper = []
     differences = []
     for name, row in table["rows"].items():
         own += curves_of(table, name, row)
         if row["paper"]:
-            paper += curves_of(table, name, {"mean": row["paper"], "deviation": []})
+            paper.append(Curve(name, x, row["paper"][: len(x)]))
         if "difference" in row:
             differences += curves_of(table, name, row["difference"])
     chance = level_of_chance(table)
@@ -181,7 +182,7 @@ def recall(normalisers: Normalisers) -> Draw:
         if not learned:
             return {}
         pictures = {"recall_by_length.png": by_length(table | {"rows": learned})}
-        at_16x = recall_at_16x(table, learned, normalisers)
+        at_16x = recall_at_16x(table, normalisers)
         if at_16x is not None:
             pictures["recall.png"] = at_16x
         return pictures
@@ -189,20 +190,16 @@ def recall(normalisers: Normalisers) -> Draw:
     return draw
 
 
-def recall_at_16x(
-    table: dict, learned: Mapping[str, dict], normalisers: Normalisers
-) -> Figure | None:
+def recall_at_16x(table: dict, normalisers: Normalisers) -> Figure | None:
     """Draw normalisers by positions; returns None if no entry of them has been run."""
     column = table["multiples"].index(16)
+    means = {name: row["mean"][column] for name, row in table["rows"].items()}
     shares: dict[str, list[float | None]] = {}
     for normaliser, by_positions in normalisers.items():
         names = [entry.name for entry in by_positions.values()]
-        if table["rows"].keys().isdisjoint(names):
-            continue
-        shares[normaliser] = []
-        for name in names:
-            share = learned[name]["mean"][column] / 100 if name in learned else None
-            shares[normaliser].append(share)
+        if not means.keys().isdisjoint(names):
+            by_entry = [means.get(name) for name in names]  # None: not learned, or not run
+            shares[normaliser] = [None if mean is None else mean / 100 for mean in by_entry]
     if not shares:
         return None
     title = f"recall at {table['columns'][column]} tokens; grey: not learned, or not run"
