@@ -13,7 +13,15 @@ from scripts.common.validation import accuracies
 from scripts.downstream import DOWNSTREAM, DownstreamOptions
 from scripts.eval_length import EVAL_LENGTH, UNIT, LossOptions, gain, smoothed
 from scripts.passkey import PASSKEY, PasskeyOptions
-from scripts.recall import LEARNED, PERCENT, RECALL, RecallOptions, learned
+from scripts.recall import (
+    LEARNED,
+    PERCENT,
+    RECALL,
+    RecallOptions,
+    chance_label,
+    chances,
+    learned,
+)
 from scripts.reproduce import pictures
 from scripts.reproduce.entries import Entry, config_entries
 from scripts.reproduce.measure import Experiment, Multiples, at, lengths, up_to_16x
@@ -266,12 +274,12 @@ def recall_remarks(table: dict) -> list[str]:
 
 def chance_sentence(table: dict) -> str:
     """State how often a model is right that matches no key."""
-    (chance,) = pictures.level_of_chance(table)
-    meaning = chance.label.removeprefix("chance: ")
-    levels = [f"{level:.1f}" for level in chance.y]
+    measured = next(iter(pictures.first_seeds(table).values()))
+    meaning = chance_label(measured["recall"])
+    levels = [f"{level:.1f}" for level in chances(measured, pictures.lengths_of(table))]
     if len(set(levels)) == 1:
         return f"Chance (dashed) is {levels[0]} at every length: {meaning}."
-    multiples = [f"{multiple:g}x" for multiple in chance.x]
+    multiples = [f"{multiple:g}x" for multiple in table["multiples"]]
     return f"Chance (dashed) is {', '.join(levels)} at {', '.join(multiples)}: {meaning}."
 
 
