@@ -231,7 +231,7 @@ def test_data_that_change_between_two_runs_are_said(
         ),
     ],
 )
-def test_other_tasks(compared, tmp_path, task, settings, unit):
+def test_other_tasks(compared, tmp_path, refused, task, settings, unit):
     sizes = ["--block_size=64", "--batch_size=2", "--tie_embeddings=False", "--tokenizer=gpt2"]
     file = write_scale(tmp_path / "small.py", *SMALL, f"--task={task}", *sizes, *settings)
     folder = compared(SOFTMAX, LSSAR, f"--scale={file}", "--lengths=64")
@@ -242,6 +242,9 @@ def test_other_tasks(compared, tmp_path, task, settings, unit):
     if task == "orbits":
         losses = metrics(tmp_path / "out/orbits/small/lssar_p15/seed1337", "val_loss")
         assert table["rows"]["lssar_p15"]["mean"] == [losses[6]]
+        arguments = (f"--scale={file}", f"--beside={folder}")
+        says = "it is of orbits, whose runs are compared by their last validation alone"
+        refused(compared, SOFTMAX, *arguments, says=says)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
 
     Raises UserError where the scale's data are missing.
     """
+    if experiment.evaluation is None:
+        return f"is of {scale.config.task}, whose runs are compared by their last validation alone"
     if table["unit"] != experiment.unit:
         return f"has {table['unit']}, not {experiment.unit}"
     before = table.get("conditions")
@@ -96,7 +98,6 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
     for name, value in now["data"].items():
         if name != "text" and before["data"].get(name) != value:  # not every folder has `text`
             return f"was trained on other {name}, by their hash"
-    assert experiment.evaluation is not None
     options = experiment.options(scale.config)
     measured = identity(experiment.evaluation, options, options.applied(scale.config))
     for row in table["rows"].values():
