@@ -119,15 +119,6 @@ class Work:
             **VIEWS[entry.view],
         )
 
-    def unmeasured(self) -> int:
-        """Count the runs that are to be evaluated."""
-        count = 0
-        for evaluation, options, run in self.evaluations():
-            known = run.finished and runner.stored(evaluation, options, run.folder)
-            if self.again or not known:
-                count += 1
-        return count
-
     def measure(self) -> list[str]:
         """Measure the finished runs; returns a sentence for each failure."""
         failures = []

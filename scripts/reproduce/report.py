@@ -81,19 +81,15 @@ def carry_out(
     check_writable(folder)
     check_writable(scale.out)
     print(f"{experiment.title}, scale {scale.name}, {len(chosen)} entries")
+    to_train = cost(runs) if runs else "computed without runs"
     if options.plan:
         columns = column_names(experiment, scale.config)
         paper, _ = paper_values(experiment, scale)
         print_entries([entry.name for entry in chosen], columns, paper)
-    if runs:
-        print(cost(runs))
-    if options.plan:
+        print(to_train)
         print_price(runs, scale.out)
         return
-    if runs:
-        print(f"to evaluate: {work.unmeasured()} runs", flush=True)
-    else:
-        print("computed without runs", flush=True)
+    print(to_train, flush=True)
     stop_on_signals()
     failures = train(runs)
     failures += work.measure()
