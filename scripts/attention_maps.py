@@ -42,7 +42,7 @@ weights_by_distance_RUN_RUN.png in the folder that contains them (or --out).
 RUN/attention_maps.json is a list of measurements; nothing in it is measured again. A measurement:
 
     variant, seed, checkpoint, step, sha256, trained_length, dtype
-    rope, rope_factor, rope_theta, log_base
+    attention, rope, rope_factor, rope_theta, log_base
     layer               from 0
     head_windows        by layer, the most keys that each head sees in a row; null: all; of runs
     data_dir, tokens    of the validation tokens; null and 0 for a text alone

@@ -34,7 +34,7 @@ settings. Lengths that it has are not measured again; new ones are added:
 
     variant, seed, trained_length                       of the run
     checkpoint, step, sha256                            of its weights
-    rope, rope_factor, rope_theta, log_base             the options; null: the default
+    attention, rope, rope_factor, rope_theta, log_base  the options; null: the default
     window                                              the most keys that a query sees in any
                                                         layer; null: all
     p                                                   of attention; null: none

@@ -340,7 +340,8 @@ def test_other_attention_than_in_training(module_run, call, shards, capsys):
     result, *_ = measured_losses(run)
     assert result["variant"] == "softmax as adaptive_temperature"
     assert result["rope"] == "none"
-    assert "(nats per token), as adaptive_temperature, rope none\n" in capsys.readouterr().out
+    title = "(nats per token), attention adaptive_temperature, rope none\n"
+    assert title in capsys.readouterr().out
     changes = {"attention": "adaptive_temperature"}
     assert result["loss"][1] == direct_loss(run, shards, 64, changes=changes)
 

@@ -171,6 +171,23 @@ def test_a_run_that_saves_while_it_is_measured(tmp_path, shards):
     assert found["step"] == found["control"]["step"] == 7
 
 
+def test_a_command_reads_a_checkpoint_once(run, call, pictures, monkeypatch):
+    """A run and its control: the first command measures them, the second finds them."""
+    find = checkpoint.find
+    found = []
+
+    def recorded(*arguments):
+        found.append(arguments)
+        return find(*arguments)
+
+    monkeypatch.setattr(checkpoint, "find", recorded)
+    call(eval_length, run, "--lengths=128,256", "--tokens=256")
+    assert len(found) == 1
+    call(eval_length, run, "--lengths=128,256", "--tokens=256")
+    assert len(found) == 2
+    assert len(measured_losses(run)) == 2
+
+
 def test_commands_that_add_at_the_same_time_lose_nothing(tmp_path):
     file = tmp_path / "results.json"
     with ThreadPoolExecutor(8) as threads:

@@ -37,13 +37,8 @@ def run_names(paths: Sequence[str | Path]) -> list[str]:
 def title_of(measurements: Collection[dict]) -> str:
     """How the runs were opened, as far as all agree: "rope yarn, window 512"."""
     words = []
-    for key in ("as", "rope", "rope_factor", "rope_theta", "log_base", "window", "p"):
-        values = set()
-        for measurement in measurements:
-            if key == "as":
-                values.add(measurement["variant"].partition(" as ")[2] or None)
-            else:
-                values.add(measurement.get(key))
+    for key in ("attention", "rope", "rope_factor", "rope_theta", "log_base", "window", "p"):
+        values = {measurement.get(key) for measurement in measurements}
         value = values.pop()
         if not values and value is not None:
             words.append(f"{key} {value}")

@@ -82,6 +82,7 @@ from layers.selfcheck import check_kernels
 from layers.windows import largest_window, limit_windows
 from model import GPT
 from runtime import checkpoint, run_folder
+from runtime.checkpoint import Checkpoint
 from runtime.device import autocast, environment, pick_device
 from runtime.files import check_writable, is_writable, read_json, write_json
 from runtime.hf_config import PRETRAINED
@@ -132,10 +133,13 @@ class Run:
         return autocast(self.device, self.dtype)
 
 
-def load_run(path: AnyRun, options: Options | None = None) -> Run:
+def load_run(
+    path: AnyRun, options: Options | None = None, weights: Checkpoint | None = None
+) -> Run:
     """Load a run, or the .pt file of a checkpoint, or a model of transformers, for evaluation.
 
-    Raises UserError where the run or the device is missing.
+    `weights` are those of `find_weights`, if they are known. Raises UserError where the run or the
+    device is missing.
     """
     options = options or Options()
     device = pick_device(options.device)
@@ -148,13 +152,26 @@ def load_run(path: AnyRun, options: Options | None = None) -> Run:
             model = cast(GPT, load_model(path, options, device))
         facts = model_facts(path, options)
     else:
-        model, facts = load_trained(path, trained, options, device)
+        weights = weights or checkpoint.find(path, options.checkpoint)
+        model, facts = load_trained(path, trained, options, device, weights)
     config = options.applied(trained)
     return Run(folder_of(path), config, model, device, options.torch_dtype, facts)
 
 
+def find_weights(path: AnyRun, options: Options) -> Checkpoint | None:
+    """The checkpoint of a run, whose file is read as a whole; None for a model of transformers.
+
+    Raises UserError where there is none.
+    """
+    return None if isinstance(path, ModelConfig) else checkpoint.find(path, options.checkpoint)
+
+
 def load_trained(
-    path: str | Path, trained: Config, options: Options, device: torch.device
+    path: str | Path,
+    trained: Config,
+    options: Options,
+    device: torch.device,
+    weights: Checkpoint,
 ) -> tuple[GPT, dict]:
     """Load a run that was trained with this config: its model, and `run_facts`."""
     config = options.applied(trained)
@@ -162,7 +179,7 @@ def load_trained(
     check_kernels(model, config, options.torch_dtype)
     model.scale_rope(options.rope_for(config), options.rope_factor, options.rope_theta)
     model.scale_scores(options.log_base)
-    weights = checkpoint.load_weights(model, path, options.checkpoint)
+    checkpoint.copy_weights(model, checkpoint.load(weights.path), weights.path)
     if options.window is not None and options.window <= config.block_size:  # as of a control
         with autocast(device, options.torch_dtype):
             check_windows(model, options.window)
@@ -198,7 +215,7 @@ def window_of(config: Config, limit: int | None) -> int | None:
 
 def run_facts(
     trained: Config,
-    weights: checkpoint.Checkpoint,
+    weights: Checkpoint,
     options: Options,
     window: int | None,
 ) -> dict:
@@ -212,6 +229,7 @@ def run_facts(
         variant += f" as {options.attention}"
     return {
         "variant": variant,
+        "attention": options.attention,
         "seed": config.seed,
         "checkpoint": options.checkpoint,
         **weights.id,
@@ -334,22 +352,23 @@ def measured(
     options: OptionsType,
     path: AnyRun,
     file: Path | None = None,
+    weights: Checkpoint | None = None,
 ) -> dict:
     """A run's measurement, as `stored` returns it, after measuring what is missing.
 
-    `file` is its results file, if that is not in its folder.
+    `file` is its results file, if that is not in its folder, and `weights` are those of
+    `find_weights`, if they are known.
     """
     file = file or results_file(evaluation, path)
-    if not isinstance(path, ModelConfig):
-        # a run in training saves newer checkpoints: its control is measured with the same one
-        path = checkpoint.find(path, options.checkpoint).path
-    result = None if options.again else stored(evaluation, options, path, file)
+    # a run in training saves newer checkpoints: its control is measured with the same one
+    weights = weights or find_weights(path, options)
+    result = None if options.again else stored(evaluation, options, path, file, weights)
     if result is None:
-        measure_missing(evaluation, options, load_run(path, options), file)
+        measure_missing(evaluation, options, load_run(path, options, weights), file)
         control = evaluation.control(options, read_config(path))
         if control is not None:
-            measured(evaluation, control, path, file)
-        result = stored(evaluation, options, path, file)
+            measured(evaluation, control, path, file, weights)
+        result = stored(evaluation, options, path, file, weights)
         assert result is not None  # all of it has been measured
     now = code_hash(evaluation)
     before = result.get("code", {})
@@ -380,6 +399,7 @@ def stored(
     options: OptionsType,
     path: AnyRun,
     file: Path | None = None,
+    weights: Checkpoint | None = None,
 ) -> dict | None:
     """A run's stored measurement, reduced to the requested chunks; None if it is incomplete.
 
@@ -390,7 +410,7 @@ def stored(
     if isinstance(path, ModelConfig):
         facts = model_facts(path, options)
     else:
-        weights = checkpoint.find(path, options.checkpoint, quiet=True)
+        weights = weights or checkpoint.find(path, options.checkpoint)
         facts = run_facts(trained, weights, options, window_of(config, options.window))
     facts |= identity(evaluation, options, config)
     file = file or results_file(evaluation, path)
@@ -405,7 +425,7 @@ def stored(
     control = evaluation.control(options, trained)
     if control is None:
         return result
-    control_result = stored(evaluation, control, path, file)
+    control_result = stored(evaluation, control, path, file, weights)
     return None if control_result is None else result | {"control": control_result}
 
 
@@ -489,41 +509,41 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
     @command
     def main() -> None:
         options, arguments = parse(evaluation.options)
-        runs = paths = names = arguments.runs
-        if any(name.startswith(PRETRAINED) for name in names):
-            options, runs = read_models(evaluation, options, names)
-            paths = [folder_of(run) for run in runs]
+        out = arguments.out
+        runs: dict[str, AnyRun]  # by label
+        if any(name.startswith(PRETRAINED) for name in arguments.runs):
+            options, runs = read_models(evaluation, options, arguments.runs)
         else:
-            names = run_names(paths)
-        options = evaluation.align(options, [read_config(run) for run in runs])
-        check_runs(evaluation, options, runs, paths, arguments.out)
+            runs = dict(zip(run_names(arguments.runs), arguments.runs, strict=True))
+        options = evaluation.align(options, [read_config(run) for run in runs.values()])
+        weights = check_runs(evaluation, options, runs, out)
         results = {}
-        for name, path in zip(names, runs, strict=True):
-            file = results_file(evaluation, path, arguments.out)
-            own_file = results_file(evaluation, path)
+        for name, run in runs.items():
+            file = results_file(evaluation, run, out)
+            own_file = results_file(evaluation, run)
             if file != own_file:  # of a read-only run
                 copy_measurements(own_file, file)
-            results[name] = measured(evaluation, options, path, file)
+            results[name] = measured(evaluation, options, run, file, weights[name])
         pictures = evaluation.show(options, results)
-        for name, run, path in zip(names, runs, paths, strict=True):
+        for name, run in runs.items():
             figure = evaluation.draw_run(options, run, results[name])
             if figure is not None and len(runs) == 1:
                 pictures[evaluation.name] = figure
             elif figure is not None:
-                picture = picture_path([path], evaluation.name)
+                picture = picture_path([path_of(run)], evaluation.name)
                 if not is_writable(picture.parent):
                     words = f"{evaluation.name} {name}".replace("/", " ").split()
-                    picture = arguments.out.with_stem("_".join([arguments.out.stem, *words]))
+                    picture = out.with_stem("_".join([out.stem, *words]))
                 save_picture(figure, picture)
-        save_pictures(pictures, paths, arguments.out)
+        save_pictures(pictures, [path_of(run) for run in runs.values()], out)
 
     return main
 
 
 def read_models(
     evaluation: Evaluation[OptionsType], options: OptionsType, names: Sequence[str]
-) -> tuple[OptionsType, list[ModelConfig]]:
-    """The models of transformers of a command line, and the options with which they are measured.
+) -> tuple[OptionsType, dict[str, AnyRun]]:
+    """The options with which models of transformers are measured, and the models by their names.
 
     --window becomes what evaluations call the training length. Raises UserError for runs among
     them, and for what cannot be measured of such a model.
@@ -542,12 +562,12 @@ def read_models(
     require("eval", "transformers")
     trained_length = options.window
     options = replace(options, window=None, rope=options.rope or "none")
-    models = []
+    models: dict[str, AnyRun] = {}
     for name in names:
         model = read_model(name, trained_length)
         scaled_config(model, options)
         has_control = evaluation.control(options, model) is not None
-        models.append(replace(model, has_control=has_control))
+        models[name] = replace(model, has_control=has_control)
     return options, models
 
 
@@ -573,23 +593,28 @@ def save_pictures(
 def check_runs(
     evaluation: Evaluation[OptionsType],
     options: OptionsType,
-    runs: Sequence[AnyRun],
-    paths: Sequence[str | Path],
+    runs: dict[str, AnyRun],
     out: Path | None,
-) -> None:
-    """Raise UserError, before any work, where a run cannot be measured or its results saved.
+) -> dict[str, Checkpoint | None]:
+    """The weights of each run, from `find_weights`.
 
-    `paths` are where pictures of the runs go.
+    Raises UserError, before any work, where a run cannot be measured or its results saved.
     """
     pick_device(options.device)
     hint = "; --out FILE.png puts the picture and the measurements elsewhere"
-    for run in runs:
-        if not isinstance(run, ModelConfig):
-            checkpoint.find(run, options.checkpoint, quiet=True)  # load_run reports damaged ones
+    weights = {}
+    for name, run in runs.items():
+        weights[name] = find_weights(run, options)
         file = results_file(evaluation, run, out)
         read_measurements(file)
         check_writable(file.parent, hint)
     if out is None:
-        check_writable(common_folder(paths), hint)
-    for run in runs:
+        check_writable(common_folder([path_of(run) for run in runs.values()]), hint)
+    for run in runs.values():
         check(evaluation, options, read_config(run))
+    return weights
+
+
+def path_of(run: AnyRun) -> str | Path:
+    """The path of a run as it was given, or the folder of a model of transformers."""
+    return folder_of(run) if isinstance(run, ModelConfig) else run
