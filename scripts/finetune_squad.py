@@ -116,6 +116,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
         "examples": len(examples),
         "left_out": len(questions) - len(examples),
         "sha256": hash_of(examples),
+        "epochs": options.epochs,
         "began_with": weights.id,
     }
     steps_per_epoch = math.ceil(len(examples) / options.sequences)
@@ -127,17 +128,13 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     # ---- optimizer ----
     state = None
     if options.resume:
-        planned = run_folder.read_config(out).max_iters
-        state = checkpoint.load_to_resume(out, config.replace(max_iters=planned))
         data_before = read_json(out / "squad.json")
         if data_before != data:
             raise UserError(
-                f"{out} was fine-tuned on {data_before}, not {data}: give another --out_dir"
+                f"{out} was fine-tuned on {data_before}, not {data}: repeat its options, or give "
+                "another --out_dir"
             )
-        if planned != config.max_iters:
-            raise UserError(
-                f"{out} is a run of {planned} steps, not {config.max_iters}: repeat its --epochs"
-            )
+        state = checkpoint.load_to_resume(out, config)
     optimizers = build_optimizers(model, config)
     scaler = build_scaler(device, options.torch_dtype)
     training = Training(model, options.torch_dtype, optimizers, scaler)

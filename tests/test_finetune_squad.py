@@ -158,7 +158,7 @@ def test_finetuning_resumes_and_never_overwrites(run, squad, call, tmp_path, mon
     for more, message in (
         (("--out_dir", run), "holds a run"),
         (("--resume", "--sequences", "8"), "total_batch_size"),
-        (("--resume", "--epochs", "3"), "is a run of 6 steps, not 9: repeat its --epochs"),
+        (("--resume", "--epochs", "3"), ("'epochs': 2", "'epochs': 3", "repeat its options")),
         (("--resume", "--squad", other), "was fine-tuned on {'examples': 40, "),
         (("--resume", "--out_dir", tmp_path / "nothing"), "no checkpoint"),
     ):
