@@ -226,7 +226,7 @@ def distances(length: int) -> list[int]:
     return [min(length, 2**i) - 1 for i in range(groups)]
 
 
-def grouped(values: Tensor) -> Tensor:
+def sum_groups(values: Tensor) -> Tensor:
     """Sum values at each distance, [..., L], over each group of `distances`: [..., groups]."""
     last = distances(values.shape[-1])
     sizes = np.diff(last, prepend=-1).tolist()
@@ -248,10 +248,10 @@ def with_nan(values: list) -> Tensor:
 # ---- rows, by the number of keys ----
 
 
-def measure_rows(run: Run, layer: int, windows: Iterable[Tensor]) -> dict:
-    """Means over the rows of a layer's weights, of windows [1, L] of one length."""
+def measure_rows(run: Run, layer: int, inputs: Iterable[Tensor]) -> dict:
+    """Means over the rows of a layer's weights, of inputs [1, L] of one length."""
     sums: dict[str, Tensor] = {}
-    for idx in windows:
+    for idx in inputs:
         length = idx.shape[1]
         statistics, keys = weights(run, layer, idx, row_statistics)
         for name, values in group_sums(statistics.double(), keys).items():
@@ -271,13 +271,13 @@ def weights(
         (A,) = layer_attention_weights(
             run.model, idx, rows=slice(None), reduce=reduce, layers=slice(layer, layer + 1)
         )
-    return A[0].cpu(), visible_keys(head_windows(run.model)[layer], idx.shape[1])
+    return A[0].cpu(), count_keys(head_windows(run.model)[layer], idx.shape[1])
 
 
-def visible_keys(windows: list[int | None], length: int) -> Tensor:
+def count_keys(heads: list[int | None], length: int) -> Tensor:
     """The number of keys that each row of each head sees, [H, length], from the heads' windows."""
     causal = torch.arange(1, length + 1)
-    limits = torch.tensor([window or length for window in windows])
+    limits = torch.tensor([window or length for window in heads])
     return causal.minimum(limits[:, None])
 
 
@@ -310,7 +310,7 @@ def group_sums(statistics: Tensor, keys: Tensor) -> dict[str, Tensor]:
         "sum": total * alive,
     }
     # without the first query
-    return {name: grouped(value)[..., 1:] for name, value in values.items()}
+    return {name: sum_groups(value)[..., 1:] for name, value in values.items()}
 
 
 def summary(sums: dict[str, Tensor], length: int) -> dict:
@@ -332,9 +332,9 @@ def means(sums: dict[str, Tensor]) -> dict[str, list]:
     return result
 
 
-def mean_over_heads(chunk: dict, name: str) -> float:
+def mean_over_heads(part: dict, name: str) -> float:
     """The mean of a column over the heads that have a value."""
-    return with_nan(chunk["heads"][name]).nanmean().item()
+    return with_nan(part["heads"][name]).nanmean().item()
 
 
 # ---- weights, by distance ----
@@ -356,20 +356,20 @@ def measure_distances(options: MapOptions, run: Run) -> dict:
         for layer_signs, layer_pairs in zip(signs, pairs, strict=True):
             for name, share in shares(layer_signs[0], layer_pairs).items():
                 measured[name].append(share)
-    means: dict[str, Any] = {"length": length, "distances": distances(length)}
+    result: dict[str, Any] = {"length": length, "distances": distances(length)}
     for name, by_layer in measured.items():
         by_window = torch.stack(by_layer).unflatten(0, (-1, len(pairs)))
-        means[name] = without_nan(by_window.mean(0))
-    return means
+        result[name] = without_nan(by_window.mean(0))
+    return result
 
 
-def visible_pairs(length: int, windows: list[list[int | None]]) -> Tensor:
+def visible_pairs(length: int, layers: list[list[int | None]]) -> Tensor:
     """The number of pairs of query and key that heads see, [layers, H, groups of distances]."""
     distance = torch.arange(length)
-    limits = torch.tensor([[window or length for window in heads] for heads in windows])
+    limits = torch.tensor([[window or length for window in heads] for heads in layers])
     visible = distance < limits[..., None]
     pairs = (length - distance) * visible  # [layers, H, L]
-    return grouped(pairs).double()
+    return sum_groups(pairs).double()
 
 
 def shares(sign: Tensor, pairs: Tensor) -> dict[str, Tensor]:
@@ -383,7 +383,7 @@ def shares(sign: Tensor, pairs: Tensor) -> dict[str, Tensor]:
     for distance in range(length):
         diagonal = sign.diagonal(-distance, -2, -1)
         positive.append((diagonal > 0).sum(-1))
-    counts = grouped(torch.stack(positive, dim=-1)).cpu()
+    counts = sum_groups(torch.stack(positive, dim=-1)).cpu()
     used = sign != 0
     used_rows = used.any(-1)
     used_keys = used.tril(-1).any(-2)  # by a later query
@@ -402,32 +402,31 @@ def mean_shares(result: dict) -> dict[str, float]:
 
     NaN where there is no such pair.
     """
-    chunk = result["parts"][BY_DISTANCE]
-    length = chunk["length"]
+    part = result["parts"][BY_DISTANCE]
+    length = part["length"]
     pairs = visible_pairs(length, result["head_windows"])  # [layers, H, groups]
-    positive = with_nan(chunk["positive"]).nan_to_num() * pairs  # pairs with a positive weight
-    last = torch.tensor(chunk["distances"])  # of each group
+    positive = with_nan(part["positive"]).nan_to_num() * pairs  # pairs with a positive weight
+    last = torch.tensor(part["distances"])  # of each group
     first = torch.cat((torch.tensor([0]), last[:-1] + 1))
     groups = {
         "near": last < max(1, NEAR * length),
         "far": first >= length / 2,
         "all": last >= 0,
     }
-    means = {}
+    mean_of = {}
     for name, group in groups.items():
         share = positive[..., group].sum() / pairs[..., group].sum()
-        means[name] = share.item()
-    means["dead rows"] = torch.tensor(chunk["dead_rows"]).mean().item()
-    means["dead keys"] = torch.tensor(chunk["dead_keys"]).mean().item()
-    return means
+        mean_of[name] = share.item()
+    mean_of["dead rows"] = torch.tensor(part["dead_rows"]).mean().item()
+    mean_of["dead keys"] = torch.tensor(part["dead_keys"]).mean().item()
+    return mean_of
 
 
 def positive_curve(result: dict) -> tuple[list[float], list[float]]:
     """The distances + 1, and the mean share of positive weights over the heads that see so far."""
-    chunk = result["parts"][BY_DISTANCE]
-    by_head = with_nan(chunk["positive"]).flatten(0, 1)  # [layers * H, groups]
-    distances = [distance + 1 for distance in chunk["distances"]]
-    return distances, by_head.nanmean(0).tolist()
+    part = result["parts"][BY_DISTANCE]
+    by_head = with_nan(part["positive"]).flatten(0, 1)  # [layers * H, groups]
+    return [last + 1 for last in part["distances"]], by_head.nanmean(0).tolist()
 
 
 # ---- the tables and the pictures ----
@@ -443,9 +442,9 @@ def show(options: MapOptions, results: Results) -> dict[str, Figure]:
         print(f"\nlayer {options.layer}, {ascii(names[0][:46])}; means over heads and rows")
         table = [["", "length", *COLUMNS]]
         for (run, result), name in zip(results.items(), names, strict=True):
-            chunk = result["parts"][name]
-            means = [f"{mean_over_heads(chunk, column):.4f}" for column in COLUMNS]
-            table.append([run, str(chunk["length"]), *means])
+            part = result["parts"][name]
+            cells = [f"{mean_over_heads(part, column):.4f}" for column in COLUMNS]
+            table.append([run, str(part["length"]), *cells])
         print_table(table)
     return {}
 
@@ -456,10 +455,10 @@ def show_distances(results: Results) -> Figure:
     table: list[list[str]] = []
     for name, result in results.items():
         curves.append(Curve(name, *positive_curve(result)))
-        shares = mean_shares(result)
+        mean_of = mean_shares(result)
         if not table:
-            table.append(["", *shares])
-        table.append([name, *(f"{share:.4f}" for share in shares.values())])
+            table.append(["", *mean_of])
+        table.append([name, *(f"{share:.4f}" for share in mean_of.values())])
     length = next(iter(results.values()))["parts"][BY_DISTANCE]["length"]
     print(f"\nshare of positive weights, validation tokens in windows of {length}")
     print_table(table, width=11)

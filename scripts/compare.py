@@ -51,7 +51,7 @@ from scripts.common.labels import shortened
 from scripts.eval_length import UNIT
 from scripts.recall import RecallOptions
 from scripts.reproduce import beside, kinds, metrics, pictures
-from scripts.reproduce.entries import FREE, Entry, Scale, open_scale, windows
+from scripts.reproduce.entries import FREE, Entry, Scale, open_scale, windows_at_scale
 from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import carry_out, work_parser
 
@@ -93,10 +93,11 @@ def main() -> None:
     experiment = with_beside(compared(scale, entries, task, options.lengths), scale, options)
     for sentence in scaled_windows(scale, entries):
         print(sentence)
-    names = [entry.name for entry in entries]
+    words = ["compare"]
     if task != "language":  # whose tables have names of their own
-        names = [task, *names]
-    table = shortened("_".join(["compare", *names]).replace(":", "-"))
+        words.append(task)
+    words += [entry.name for entry in entries]
+    table = shortened("_".join(words).replace(":", "-"))
     carry_out(table, experiment, scale, entries, options)
 
 
@@ -173,7 +174,7 @@ def scaled_windows(scale: Scale, entries: tuple[Entry, ...]) -> list[str]:
     for entry in entries:
         values = read_file(str(entry.file))
         length = values.get("block_size", Config.block_size)
-        for key, window in windows(entry.file, scale.config).items():
+        for key, window in windows_at_scale(entry.file, scale.config).items():
             if key not in entry.settings and window != values[key]:
                 sentences.append(
                     f"{entry.run}: {key} = {window}, scaled from {values[key]} at {length:,} "

@@ -97,9 +97,9 @@ def measure(options: DownstreamOptions, run: Run, name: str) -> dict:
     return {"lm_eval": lm_eval.__version__, "scores": readable(results)}
 
 
-def summarise(chunks: dict[str, dict]) -> dict:
+def summarise(parts: dict[str, dict]) -> dict:
     """The versions of the harness."""
-    versions = {chunk["lm_eval"] for chunk in chunks.values()}
+    versions = {part["lm_eval"] for part in parts.values()}
     return {"lm_eval": ", ".join(sorted(versions))}
 
 

@@ -190,31 +190,31 @@ def control(options: LossOptions, config: Config) -> LossOptions | None:
     return None if window is None else replace(window, documents="trained")
 
 
-def summarise(chunks: dict[str, dict]) -> dict:
+def summarise(parts: dict[str, dict]) -> dict:
     """The lengths, and the losses there; those of the other attention under `apart` or `joined`.
 
     Measurements of older versions have no standard error.
     """
     summary: dict[str, Any] = {}
-    for documents, group in by_attention(chunks).items():
+    for documents, group in by_attention(parts).items():
         losses = {
-            "lengths": [chunk["length"] for chunk in group],
-            "loss": [chunk["loss"] for chunk in group],
-            "standard_error": [chunk.get("standard_error") for chunk in group],
+            "lengths": [part["length"] for part in group],
+            "loss": [part["loss"] for part in group],
+            "standard_error": [part.get("standard_error") for part in group],
         }
         summary |= {documents: losses} if documents else losses
     return summary
 
 
-def by_attention(chunks: dict[str, dict]) -> dict[str, list[dict]]:
-    """The chunks with attention as in training, under "", and others under `apart` or `joined`."""
-    grouped: dict[Any, list[dict]] = {}
-    as_trained = next(iter(chunks.values())).get("documents")
-    for chunk in chunks.values():
-        documents = chunk.get("documents")
+def by_attention(parts: dict[str, dict]) -> dict[str, list[dict]]:
+    """The parts with attention as in training, under "", and others under `apart` or `joined`."""
+    groups: dict[Any, list[dict]] = {}
+    as_trained = next(iter(parts.values())).get("documents")
+    for part in parts.values():
+        documents = part.get("documents")
         key = "" if documents == as_trained else documents
-        grouped.setdefault(key, []).append(chunk)
-    return grouped
+        groups.setdefault(key, []).append(part)
+    return groups
 
 
 def align(options: LossOptions, configs: Sequence[Config]) -> LossOptions:
@@ -287,10 +287,10 @@ def gain(result: dict) -> float | None:
     """
     if "control" not in result:
         return None
-    control = result["control"]
-    losses = dict(zip(control["lengths"], control["loss"], strict=True))
+    in_window = result["control"]
+    losses = dict(zip(in_window["lengths"], in_window["loss"], strict=True))
     loss_at_T = losses.get(result["trained_length"], math.inf)
-    return min(loss_at_T, control["loss"][-1]) - result["loss"][-1]
+    return min(loss_at_T, in_window["loss"][-1]) - result["loss"][-1]
 
 
 # ---- the table and the pictures ----
@@ -379,12 +379,12 @@ def plot(results: Results, title: str, by_position: bool = False) -> Figure:
     first_drawn = int(FIRST_DRAWN * shortest)
     curves = []
     for name, result, is_control in with_controls(results):
-        for documents, chunks in by_attention(result["parts"]).items():
+        for documents, parts in by_attention(result["parts"]).items():
             label = f"{name}, {documents}" if documents else name
-            x: Sequence[int] = [chunk["length"] for chunk in chunks]
-            y = [chunk["loss"] for chunk in chunks]
+            x: Sequence[int] = [part["length"] for part in parts]
+            y = [part["loss"] for part in parts]
             if by_position:
-                losses = smoothed(chunks[-1]["loss_by_position"])
+                losses = smoothed(parts[-1]["loss_by_position"])
                 x = range(first_drawn + 1, len(losses) + 1)
                 y = losses[first_drawn:]
             curves.append(Curve(label, x, y, style="thin" if is_control else "line"))

@@ -264,11 +264,11 @@ def curves_by_grade(name: str, trials: list[dict]) -> list[Curve]:
     """The top scores of trials by their rank, a curve for each grade that an answer has."""
     ranked = sorted(trials, key=lambda trial: -trial["top_score"])
     curves = []
-    for grade in GRADES:
-        ranks = [rank for rank, trial in enumerate(ranked, 1) if trial["grade"] == grade]
+    for answer_grade in GRADES:
+        ranks = [rank for rank, trial in enumerate(ranked, 1) if trial["grade"] == answer_grade]
         if ranks:
             scores = [ranked[rank - 1]["top_score"] for rank in ranks]
-            curves.append(Curve(f"{name}, {grade}", ranks, scores))
+            curves.append(Curve(f"{name}, {answer_grade}", ranks, scores))
     return curves
 
 

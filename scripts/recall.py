@@ -48,7 +48,7 @@ from scripts.common.validation import (
 
 PERCENT = "answers that are right (%)"
 FEWEST = 30  # answers of a distance that is drawn
-LEARNED = 99  # percent, at the training length; below it, what a length costs says nothing
+LEARNED_AT = 99  # percent, at the training length; below it, what a length costs says nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ def chance_curves(results: Results) -> list[Curve]:
 
 def learned(result: dict) -> bool:
     """Whether the accuracy at the training length is high enough to ask what a length costs."""
-    return accuracies(result)[result["trained_length"]] >= LEARNED
+    return accuracies(result)[result["trained_length"]] >= LEARNED_AT
 
 
 def show(options: RecallOptions, results: Results) -> dict[str, Figure]:

@@ -163,7 +163,7 @@ def scaled_config(config: ModelConfig, options: Options) -> Any:
 # ---- checks, with a few random tokens ----
 
 
-def probe(config: ModelConfig, device: torch.device) -> Tensor:
+def probe_ids(config: ModelConfig, device: torch.device) -> Tensor:
     """Random ids [3, n_layer + 2]: the second row differs from the first in its first id alone,
     the third in its last but one."""
     generator = torch.Generator().manual_seed(0)
@@ -176,7 +176,7 @@ def probe(config: ModelConfig, device: torch.device) -> Tensor:
 
 def check_logits(model: CausalLM, config: ModelConfig) -> None:
     """Raise UserError unless the logits are those of the model's forward pass in transformers."""
-    idx = probe(config, model.model.device)
+    idx = probe_ids(config, model.model.device)
     if model.first_token is not None:
         idx[:, 0] = model.first_token
     try:
@@ -201,7 +201,8 @@ def check_window(model: CausalLM, config: ModelConfig) -> None:
     With a window of 2 the last position of n layers depends on the last n + 1 inputs.
     """
     model.tiles.window = 2
-    x = model.trunk(input_ids=probe(config, model.model.device), use_cache=False).last_hidden_state
+    idx = probe_ids(config, model.model.device)
+    x = model.trunk(input_ids=idx, use_cache=False).last_hidden_state
     last, hidden, visible = x[:, -1].float()
     if not (hidden - last).norm() <= TOLERANCE * (visible - last).norm():
         raise UserError(

@@ -100,8 +100,8 @@ class PlannedRun:
             began_with = read_json(self.folder / "began_with.json")
             if self.base.step is None or began_with != checkpoint.find(self.base.folder).id:
                 return f"other initial weights than {self.base.folder} has now"
-        changed = checkpoint.changed_data(self.folder, self.config)
-        return changed or checkpoint.edited_formulas(self.folder, self.config)
+        other_data = checkpoint.changed_data(self.folder, self.config)
+        return other_data or checkpoint.edited_formulas(self.folder, self.config)
 
 
 def comparable(config: Config) -> dict:
@@ -135,7 +135,7 @@ def with_bases(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 # ---- before training ----
 
 
-def check(runs: Sequence[PlannedRun]) -> None:
+def check_plan(runs: Sequence[PlannedRun]) -> None:
     """Raise UserError for a folder with another run, and for settings that training refuses."""
     sentences = changed(runs)
     if sentences:

@@ -18,7 +18,7 @@ MARKERS = "osD^v<>pPX*hd8H"
 MOST_TICKS = 16
 # The controls of scripts.common.validation in a legend.
 THIN = "thin: sliding window, plain RoPE"
-Values = Sequence[Any] | np.ndarray  # numbers; None, of y and deviation, leaves a gap
+Numbers = Sequence[Any] | np.ndarray  # numbers; None, of y and deviation, leaves a gap
 Style = Literal["line", "thin", "reference", "behind"]
 
 
@@ -102,9 +102,9 @@ class Curve:
     """
 
     label: str
-    x: Values
-    y: Values
-    deviation: Values | None = None
+    x: Numbers
+    y: Numbers
+    deviation: Numbers | None = None
     band: str = field(default="", kw_only=True)  # what the band is, for the legend
     style: Style = field(default="line", kw_only=True)
 

@@ -288,7 +288,7 @@ class Evaluation(Generic[OptionsType]):
     name: str  # measurements go to RUN/NAME.json
     options: type[OptionsType]
     # The chunks, which are measured one after the other, each stored when it is done: its name in
-    # the JSON -> the last argument of `measure`.
+    # the `parts` of the measurement -> the last argument of `measure`.
     chunks: Callable[[OptionsType, Config], dict[str, Any]]
     # The values of a chunk.
     measure: Callable[[OptionsType, Run, Any], dict]
@@ -301,8 +301,8 @@ class Evaluation(Generic[OptionsType]):
     align: Callable[[OptionsType, Sequence[Config]], OptionsType] = lambda options, configs: options
     # The options of another measurement of the run, which this one is compared with, if any.
     control: Callable[[OptionsType, Config], OptionsType | None] = lambda options, config: None
-    # Values that a measurement has besides its chunks, computed from them.
-    summarise: Callable[[dict[str, dict]], dict] = lambda chunks: {}
+    # Values that a measurement has besides its parts, computed from them.
+    summarise: Callable[[dict[str, dict]], dict] = lambda parts: {}
     # Whether it also measures models of transformers: as config a ModelConfig, as model a CausalLM.
     takes_models: bool = False
     # A picture of one run's measurement, for RUN/NAME.png.
@@ -311,7 +311,7 @@ class Evaluation(Generic[OptionsType]):
     )
 
 
-def check(evaluation: Evaluation, options: EvaluationOptions, trained: Config) -> None:
+def check_evaluation(evaluation: Evaluation, options: EvaluationOptions, trained: Config) -> None:
     """Raise UserError, before a run with this config is trained, if it cannot be measured."""
     config = options.applied(trained)
     check_attention(config)
@@ -611,7 +611,7 @@ def check_runs(
     if out is None:
         check_writable(common_folder([path_of(run) for run in runs.values()]), hint)
     for run in runs.values():
-        check(evaluation, options, read_config(run))
+        check_evaluation(evaluation, options, read_config(run))
     return weights
 
 

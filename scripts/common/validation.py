@@ -115,9 +115,9 @@ def length_chunks(options: LengthOptions, config: Config) -> dict[str, int]:
 def accuracies(measurement: dict) -> dict[int, float]:
     """The accuracy in percent at each length, in ascending order, of an evaluation of answers."""
     percent = {}
-    for name, chunk in measurement["parts"].items():
+    for name, part in measurement["parts"].items():
         if name.isdecimal():  # a length
-            percent[int(name)] = 100 * chunk["accuracy"]
+            percent[int(name)] = 100 * part["accuracy"]
     return dict(sorted(percent.items()))
 
 

@@ -79,16 +79,16 @@ def config_entry(name: str, view: str = "") -> Entry:
     return Entry(name, FILES[name], view=view)
 
 
-def config_entries(*names: str, view: str = "") -> tuple[Entry, ...]:
+def config_entries(*configs: str, view: str = "") -> tuple[Entry, ...]:
     """Return the entries of several configs, evaluated in this way."""
-    return tuple(config_entry(name, view) for name in names)
+    return tuple(config_entry(config, view) for config in configs)
 
 
-def with_plain_rope(*names: str) -> tuple[Entry, ...]:
+def with_plain_rope(*configs: str) -> tuple[Entry, ...]:
     """Return two entries of each config: as it was trained, and without scaled RoPE."""
     entries = []
-    for name in names:
-        entries += [config_entry(name), config_entry(name, "plain_rope")]
+    for config in configs:
+        entries += [config_entry(config), config_entry(config, "plain_rope")]
     return tuple(entries)
 
 
@@ -105,7 +105,7 @@ def config_with(name: str, run: str, **settings: Any) -> Entry:
     return replace(config_entry(name), run=run, settings=settings)
 
 
-def windows(file: Path, scale: Config) -> Settings:
+def windows_at_scale(file: Path, scale: Config) -> Settings:
     """Scale the windows of a config file from its training length to the scale's."""
     values = read_file(str(file))  # the file may be no config without the scale's settings
     length = values.get("block_size", Config.block_size)
@@ -126,10 +126,10 @@ def with_p(variant: str, p: float) -> Entry:
 def hybrid(config: str) -> Entry:
     """Half of the heads see all keys without positions, and half a window with RoPE."""
     entry = config_with(config, f"hybrid_{config}", nope_share=0.5)
-    return replace(entry, scaled=partial(windows, FILES["hybrid"]))
+    return replace(entry, scaled=partial(windows_at_scale, FILES["hybrid"]))
 
 
-def distinct(groups: Mapping[str, Sequence[Entry]]) -> tuple[Entry, ...]:
+def all_entries(groups: Mapping[str, Sequence[Entry]]) -> tuple[Entry, ...]:
     """Return the entries of all groups, each once."""
     by_name = {}
     for entries in groups.values():
@@ -162,7 +162,7 @@ def swap_and_train(scale: Config) -> Settings:
     }
 
 
-def probe(scale: Config) -> Settings:
+def probe_steps(scale: Config) -> Settings:
     """SSMax Fig. 2 needs fewer steps than the other figures."""
     return {"max_iters": min(scale.max_iters, SSMAX["figure2"]["steps"])}
 
@@ -170,7 +170,7 @@ def probe(scale: Config) -> Settings:
 SOFTMAX_BEFORE_F = Entry("softmax_before_f", FILES["softmax"], scaled=before_swap)
 SSMAX_E = Entry("ssmax_e", FILES["ssmax"], scaled=swap, base=config_entry("softmax"))
 SSMAX_F = Entry("ssmax_f", FILES["ssmax"], scaled=swap_and_train, base=SOFTMAX_BEFORE_F)
-SSMAX_PROBE = Entry("ssmax_probe", FILES["ssmax_probe"], scaled=probe)
+SSMAX_PROBE = Entry("ssmax_probe", FILES["ssmax_probe"], scaled=probe_steps)
 
 
 # ---- T6, orbits and headroom ----
@@ -229,7 +229,8 @@ class Scale:
         sizes = CONFIGS / f"scales/t6/{self.name}.py"
         if entry.file.resolve() in T6 and sizes.is_file():
             files.append(str(sizes))
-        settings = windows(entry.file, self.config) | entry.scaled(self.config) | entry.settings
+        settings = windows_at_scale(entry.file, self.config)
+        settings |= entry.scaled(self.config) | entry.settings
         settings["seed"] = seed
         settings["name"] = entry.run
         settings["out_dir"] = self.out / self.name / entry.run / f"seed{seed}"

@@ -14,7 +14,7 @@ from scripts.downstream import DOWNSTREAM, DownstreamOptions
 from scripts.eval_length import EVAL_LENGTH, UNIT, LossOptions, gain, smoothed
 from scripts.passkey import PASSKEY, PasskeyOptions
 from scripts.recall import (
-    LEARNED,
+    LEARNED_AT,
     PERCENT,
     RECALL,
     RecallOptions,
@@ -151,7 +151,7 @@ def loss_by_position(
         evaluation=EVAL_LENGTH,
         options=options,
         values=values,
-        draw_first_seed=pictures.positions,
+        draw_first_seed=pictures.loss_over_positions,
         note=note,
     )
 
@@ -288,22 +288,22 @@ def accuracy_by_seed(table: dict) -> list[str]:
     multiples = table["multiples"]
     column = up_to_16x(table)
     longest = multiples[column]
-    learned = {}
-    not_learned = {}
+    learned_rows = {}
+    other_rows = {}
     for name, row in table["rows"].items():
         if row["mean"][column] is None:
-            not_learned[name] = row
+            other_rows[name] = row
         else:
-            learned[name] = row
+            learned_rows[name] = row
     sentences = []
-    if learned:
-        sentences.append(f"At {longest:g}x, by seed: {each_seed(table, column, learned)}.")
-    if not_learned:
-        steps = next(iter(not_learned.values()))["runs"][0]["step"]
+    if learned_rows:
+        sentences.append(f"At {longest:g}x, by seed: {each_seed(table, column, learned_rows)}.")
+    if other_rows:
+        steps = next(iter(other_rows.values()))["runs"][0]["step"]
         sentences.append(
-            f"Not learned in {steps:,} steps, as a seed has less than {LEARNED} at 1x (other "
+            f"Not learned in {steps:,} steps, as a seed has less than {LEARNED_AT} at 1x (other "
             "learning rates or more steps may change that); at 1x, by seed: "
-            f"{each_seed(table, multiples.index(1), not_learned)}."
+            f"{each_seed(table, multiples.index(1), other_rows)}."
         )
     return sentences
 

@@ -121,7 +121,7 @@ def together(table: dict) -> Figure:
 Places = Callable[[str, dict], Mapping[str, str]]
 
 
-def grouped(places: Places) -> Callable[[dict], Figure]:
+def in_panels(places: Places) -> Callable[[dict], Figure]:
     """Draw the rows in several panels; a row may be in more than one."""
 
     def draw(table: dict) -> Figure:
@@ -174,7 +174,7 @@ def recall(normalisers: Normalisers) -> Draw:
     for normaliser, by_positions in normalisers.items():
         for positions, entry in by_positions.items():
             places[entry.name] = {positions: normaliser}
-    by_length = grouped(lambda name, row: places.get(name, {"others": name}))
+    by_length = in_panels(lambda name, row: places.get(name, {"others": name}))
 
     def draw(table: dict) -> Pictures:
         rows = table["rows"]
@@ -268,7 +268,7 @@ def maps(table: dict) -> Pictures:
     return pictures
 
 
-def positions(table: dict) -> Figure:
+def loss_over_positions(table: dict) -> Figure:
     """SSMax Fig. 5: draw the loss over positions."""
     return eval_length.plot(first_seeds(table), table["scale"], by_position=True)
 

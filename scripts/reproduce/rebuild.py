@@ -13,7 +13,7 @@ from runtime.files import read_json
 from scripts.common.command_line import Parser
 from scripts.common.tables import summarise, write
 from scripts.reproduce import pictures
-from scripts.reproduce.report import add_differences, save_pictures
+from scripts.reproduce.report import add_differences, save_table_pictures
 from scripts.reproduce.tables import EXPERIMENTS
 
 
@@ -38,9 +38,9 @@ def rebuild(folder: Path) -> None:
         add_differences(table["rows"], table["baseline"])
     name = table["name"]
     if table["baseline"] or "beside" in table:
-        save_pictures(folder, name, pictures.together(table))
+        save_table_pictures(folder, name, pictures.together(table))
     elif name in EXPERIMENTS:
-        save_pictures(folder, name, EXPERIMENTS[name].draw(table))
+        save_table_pictures(folder, name, EXPERIMENTS[name].draw(table))
     write(folder, table)
 
 

@@ -25,7 +25,7 @@ from runtime.files import check_writable
 from scripts.common import runner
 from scripts.common.command_line import Parser
 from scripts.common.papers import TOKENIZER, TRAINED_LENGTH
-from scripts.common.planned import check, cost, stop_on_signals, train
+from scripts.common.planned import check_plan, cost, stop_on_signals, train
 from scripts.common.plots import save_picture
 from scripts.common.tables import paired, ranged, spread, summarise, write
 from scripts.reproduce import beside
@@ -74,10 +74,10 @@ def carry_out(
     folder = Path(options.results) / scale.name / name
     work = Work(name, experiment, scale, chosen, seeds, options.again)
     runs = work.runs()
-    check(runs)
+    check_plan(runs)
     if not options.plan:  # which needs no data
         for evaluation, evaluation_options, run in work.evaluations():
-            runner.check(evaluation, evaluation_options, run.config)
+            runner.check_evaluation(evaluation, evaluation_options, run.config)
     check_writable(folder)
     check_writable(scale.out)
     print(f"{experiment.title}, scale {scale.name}, {len(chosen)} entries")
@@ -95,7 +95,7 @@ def carry_out(
     failures += work.measure()
     table = build_table(work, failures)
     for draw in (experiment.draw, experiment.draw_first_seed):
-        save_pictures(folder, name, draw(table))
+        save_table_pictures(folder, name, draw(table))
     write(folder, table)
     print("\n" + (folder / "table.md").read_text())
     print(f"written: {folder}/table.md, table.json")
@@ -103,7 +103,7 @@ def carry_out(
         sys.exit(1)
 
 
-def save_pictures(folder: Path, name: str, pictures: Pictures) -> None:
+def save_table_pictures(folder: Path, name: str, pictures: Pictures) -> None:
     """Save a table's only picture under the table's name, several under their own."""
     if isinstance(pictures, Figure):
         pictures = {f"{name}.png": pictures}
@@ -313,11 +313,11 @@ def how_measured(runs: list[dict]) -> str:
     for item in (*runs, *evaluations):
         if item.get("environment"):
             environments.append(item["environment"])
-    machines = distinct(environments, "machine")
-    dtypes = distinct(evaluations, "dtype")
+    machines = distinct_values(environments, "machine")
+    dtypes = distinct_values(evaluations, "dtype")
     facts = [f"in {dtypes} on {machines}" if dtypes else f"on {machines}"]
     for key in MENTIONED:
-        values = distinct(evaluations, key)
+        values = distinct_values(evaluations, key)
         if values:
             facts.append(f"{key} {values}")
     errors = []
@@ -333,12 +333,12 @@ def how_measured(runs: list[dict]) -> str:
             modified = " modified" if environment["modified"] else ""
             commits.append(environment["commit"][:7] + modified)
     return (
-        f"Measured {', '.join(facts)}; torch {distinct(environments, 'torch')}, commit "
+        f"Measured {', '.join(facts)}; torch {distinct_values(environments, 'torch')}, commit "
         f"{', '.join(dict.fromkeys(commits))}."
     )
 
 
-def distinct(items: list[dict], key: str) -> str:
+def distinct_values(items: list[dict], key: str) -> str:
     """List the distinct values of a key, in order of appearance."""
     values = []
     for item in items:

@@ -40,11 +40,11 @@ from scripts.reproduce.entries import (
     TRUE_FORCES,
     UNTRAINED,
     Entry,
+    all_entries,
     at_other_p,
     config_entries,
     config_entry,
     config_with,
-    distinct,
     hybrid,
     with_p,
     with_plain_rope,
@@ -66,7 +66,7 @@ from scripts.reproduce.kinds import (
     recall,
 )
 from scripts.reproduce.measure import Experiment, at
-from scripts.reproduce.pictures import grouped, lines
+from scripts.reproduce.pictures import in_panels, lines
 
 # ---- the entries of larger tables ----
 
@@ -188,7 +188,7 @@ NORMALISERS = (
     "sparsemax",
     "entmax15",
 )
-RECALL = {normaliser: by_positions(normaliser) for normaliser in NORMALISERS}
+RECALL_ENTRIES = {normaliser: by_positions(normaliser) for normaliser in NORMALISERS}
 
 TEXT_AND_RECALL = (
     *with_plain_rope("softmax"),
@@ -205,13 +205,13 @@ TEXT_AND_RECALL_NOTE = (
 )
 # Attention within documents, for a model that also learns to recall from a whole window.
 DOCUMENTS_AND_RECALL = (
-    *(entry for entry in distinct(DOCUMENTS) if not entry.settings["align_documents"]),
+    *(entry for entry in all_entries(DOCUMENTS) if not entry.settings["align_documents"]),
     *(replace(entry, view="plain_rope") for entry in DOCUMENTS["hybrid_ssmax"][:2]),
 )
 COPIES = (
     *TEXT_AND_RECALL,
     config_entry("ssmax"),
-    RECALL["ssmax"]["no positions"],
+    RECALL_ENTRIES["ssmax"]["no positions"],
     *config_entries("lssar_p15", "stick_breaking", "fox"),
 )
 
@@ -378,35 +378,35 @@ EXPERIMENTS = {
     "p_at_evaluation": loss_and_gain(
         title="Is it the training or the sharpening: other p than in training",
         entries=P_AT_EVALUATION,
-        draw=grouped(pictures.by_run),
+        draw=in_panels(pictures.by_run),
         paper=TABLE1,
     ),
     "components": loss_and_gain(
         title="LSSAR taken apart: phi, scale and re-weighting",
         entries=COMPONENTS,
-        draw=grouped(pictures.by_stage),
+        draw=in_panels(pictures.by_stage),
         paper=TABLE1,
         note="docs/results.md, LSSAR taken apart, has phi and the scale of each entry.",
     ),
     "rope": loss_and_gain(
         title="RoPE scalings and variants",
         entries=ROPES,
-        draw=grouped(pictures.by_run),
+        draw=in_panels(pictures.by_run),
         note="Linear scaling and YaRN take s = length / training length, `ntk16` always s = 16.",
     ),
     "norm_and_pairs": loss_and_gain(
         title="QK norm, and the share of a head's pairs that RoPE turns",
-        entries=distinct(NORM_AND_PAIRS),
-        draw=grouped(pictures.by_kind(NORM_AND_PAIRS)),
+        entries=all_entries(NORM_AND_PAIRS),
+        draw=in_panels(pictures.by_kind(NORM_AND_PAIRS)),
         note=(
             "RoPE turns all pairs of a head, or the faster half. `:plain_rope` has no dynamic NTK."
         ),
     ),
     "documents": loss_joined_and_apart(
         title="Attention within documents, and windows that begin at a document",
-        entries=distinct(DOCUMENTS),
+        entries=all_entries(DOCUMENTS),
         multiples=(1, 4, 16),
-        draw=grouped(pictures.by_kind(DOCUMENTS)),
+        draw=in_panels(pictures.by_kind(DOCUMENTS)),
         note=(
             "`apart`: trained with document_mask, `joined`: without; `aligned`: with "
             "align_documents. Each run is measured across documents and, in the last columns, "
@@ -415,16 +415,16 @@ EXPERIMENTS = {
     ),
     "league": loss_and_gain(
         title="What users pick instead",
-        entries=distinct(LEAGUE),
-        draw=grouped(pictures.by_kind(LEAGUE)),
+        entries=all_entries(LEAGUE),
+        draw=in_panels(pictures.by_kind(LEAGUE)),
         paper=TABLE1,
         note="`:plain_rope` has no dynamic NTK.",
     ),
     "headroom": HEADROOM,
     "league_passkey": passkeys(
         title="What users pick instead, passkey retrieval",
-        entries=tuple(entry for entry in distinct(LEAGUE) if not entry.view),
-        draw=grouped(pictures.by_kind(LEAGUE)),
+        entries=tuple(entry for entry in all_entries(LEAGUE) if not entry.view),
+        draw=in_panels(pictures.by_kind(LEAGUE)),
     ),
     "t6": loss_and_gain(
         title="T6: queries, keys and values from factors, with softmax and with LSSAR",
@@ -448,14 +448,14 @@ EXPERIMENTS = {
     "recall": recall(
         title="Recall of what lies far away",
         entries=(
-            *(entry for entries in RECALL.values() for entry in entries.values()),
+            *(entry for entries in RECALL_ENTRIES.values() for entry in entries.values()),
             *config_entries("stick_breaking", "fox", "asentmax", "softpick"),
             config_entry("swa", view="plain_rope"),
             *config_entries("gated", "qk_norm"),
         ),
         multiples=RecallOptions.multiples,
         values=accuracies_if_learned,
-        draw=pictures.recall(RECALL),
+        draw=pictures.recall(RECALL_ENTRIES),
         note=(
             "Of 512 answers, 50 has a standard error of 2.2. `:plain_rope` has no dynamic NTK, "
             "`_nope` no positions, `hybrid_` none in half of the heads; the others are softmax "
