@@ -6,8 +6,9 @@ python -m scripts.downstream RUN --tasks arc_easy,lambada_openai --limit 100
 For custom tasks and the harness's other options, use `lm_eval --model hf` on an exported run
 (scripts.export_hf).
 
-Prints a table. RUN/downstream.json is a list of measurements: each task is saved when it is
-finished, and not measured again. The paper's values are in the tables of
+Prints the harness's table of each run. RUN/downstream.json is a list of measurements with the
+harness's results: each task is saved when it is finished, and not measured again. The paper's
+values, in percent, are in the tables of
 `python -m scripts.reproduce`: table2, table_a1 and table_a2. The command needs
 requirements-eval.txt and, the first time that it reads a task's data, a network.
 """
@@ -28,7 +29,6 @@ from scripts.common.command_line import option
 from scripts.common.options import EvaluationOptions
 from scripts.common.papers import LSSAR
 from scripts.common.runner import NO_TEXT, Evaluation, Results, Run, as_command, require
-from scripts.common.tables import print_table
 from scripts.common.validation import check_lengths, default_lengths
 from scripts.export_hf import transformers_model, transformers_tokenizer
 
@@ -39,8 +39,10 @@ COLUMNS = [
     *LSSAR["table_a2"]["columns"],
 ]
 PAPER_TASKS = tuple(dict.fromkeys(column.split()[0] for column in COLUMNS))
-# Metrics that are shares of correct answers, printed in percent.
-SHARES = ("acc", "exact_match")
+# What is kept of the harness's results, by the name of a task or group: what its table is made of.
+KEPT = ("results", "versions", "n-shot", "higher_is_better", "group_subtasks")
+# Samples for standard errors without a closed form, such as perplexity's.
+BOOTSTRAP_ITERS = 1000
 # Tokens of a batch: the harness holds their logits, and their log-probabilities, all at once.
 BATCH_TOKENS = 4096
 
@@ -69,7 +71,11 @@ def identify(options: DownstreamOptions, config: Config) -> dict:
     length = longest(options, config)
     check_lengths(config, [length])
     load_tasks(options.names)  # before a run is trained, for tasks that cannot be measured
-    return NO_TEXT | {"max_length": length, "limit": options.limit}
+    return NO_TEXT | {
+        "max_length": length,
+        "limit": options.limit,
+        "bootstrap_iters": BOOTSTRAP_ITERS,
+    }
 
 
 def chunks(options: DownstreamOptions, config: Config) -> dict[str, str]:
@@ -88,13 +94,13 @@ def measure(options: DownstreamOptions, run: Run, name: str) -> dict:
             tasks=tasks[name],
             task_manager=manager,
             limit=options.limit,
-            bootstrap_iters=1000,  # for standard errors without a closed form, as perplexity's
+            bootstrap_iters=BOOTSTRAP_ITERS,
             log_samples=False,
         )
     except (AssertionError, ValueError) as error:  # the harness's own checks
         reason = str(error) or f"an answer has no or over {model.max_length} tokens"
         raise UserError(f"task {name} cannot be evaluated: {reason}") from error
-    return {"lm_eval": lm_eval.__version__, "scores": readable(results)}
+    return {"lm_eval": lm_eval.__version__} | {key: results[key] for key in KEPT}
 
 
 def summarise(parts: dict[str, dict]) -> dict:
@@ -178,63 +184,20 @@ def harness_model(run: Run, max_length: int) -> Any:
 # ---- results ----
 
 
-def readable(results: dict) -> dict:
-    """Task or group -> samples, few-shot examples, and metric -> value and standard error."""
-    tables = {}
-    for name, values in results["results"].items():
-        tables[name] = {
-            "samples": values["sample_len"],
-            "num_fewshot": results["n-shot"].get(name),
-            "metrics": readable_metrics(values),
-        }
-    return tables
-
-
-def readable_metrics(values: dict) -> dict[str, dict]:
-    """Metric -> value and standard error, if it has one, from entries such as "acc,none"."""
-    metrics = {}
-    for key, value in values.items():
-        metric, comma, filters = key.partition(",")  # the filter applied to answers, or none
-        if not comma or metric.endswith("_stderr"):
-            continue
-        error = values.get(f"{metric}_stderr,{filters}")
-        metrics[metric if filters == "none" else key] = {
-            "value": float(value),
-            "stderr": float(error) if isinstance(error, (int, float)) else None,
-        }
-    return metrics
-
-
 def show(options: DownstreamOptions, results: Results) -> dict[str, Figure]:
-    """Print all scores; there is no picture."""
+    """Print the harness's table of each run; there is no picture."""
+    from lm_eval.utils import make_table
+
     for name, result in results.items():
         how = [f"{key} {result[key]}" for key in ("step", "rope", "max_length", "lm_eval")]
-        print(f"{name}: {', '.join(how)}")
-    table = [["task", "metric", "run", "value", "stderr", "samples"]]
-    first = next(iter(results.values()))
-    for name, part in first["parts"].items():
-        scores = part["scores"]
-        # a group has a score, a tag has only the scores of its tasks
-        tasks = [name] if name in scores else scores
-        for task in tasks:
-            for metric in scores[task]["metrics"]:
-                for run, result in results.items():
-                    score = result["parts"][name]["scores"][task]
-                    table.append([task, metric, run, *score_cells(score, metric)])
-    print_table(table, left=3)
+        print(f"\n{name}: {', '.join(how)}")
+        of_all_tasks: dict[str, dict] = {}
+        for key in KEPT:
+            of_all_tasks[key] = {}
+            for part in result["parts"].values():
+                of_all_tasks[key] |= part[key]
+        print(make_table(of_all_tasks))
     return {}
-
-
-def score_cells(score: dict, metric: str) -> list[str]:
-    """A metric's value, standard error and number of samples; shares are in percent."""
-    factor = 100 if metric.startswith(SHARES) else 1
-    value = score["metrics"][metric]["value"]
-    error = score["metrics"][metric]["stderr"]
-    return [
-        f"{factor * value:.2f}",
-        "" if error is None else f"{factor * error:.2f}",
-        str(score["samples"]),
-    ]
 
 
 DOWNSTREAM = Evaluation(

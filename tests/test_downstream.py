@@ -1,7 +1,9 @@
 """Tasks of lm-evaluation-harness, against scores computed one request at a time in float64."""
 
 import functools
+import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from runtime.files import read_json
 from scripts import downstream
 from scripts.common.runner import Options, load_run
 from scripts.export_hf import transformers_model, transformers_tokenizer
+from scripts.reproduce import kinds
 from tests.helpers import saved_run, small_model, write_task
 
 lm_eval = pytest.importorskip("lm_eval", reason="pip install -r requirements-eval.txt")
@@ -160,19 +163,18 @@ def test_scores(tasks, evaluate, tmp_path):
     result = evaluate(run, "choice,last,gen")
     assert result["rope"] == "dynamic_ntk"
     assert result["max_length"] == MAX_LENGTH
-    scores = {name: part["scores"][name] for name, part in result["parts"].items()}
-    assert {name: score["samples"] for name, score in scores.items()} == {
+    scores = {name: part["results"][name] for name, part in result["parts"].items()}
+    assert {name: score["sample_len"] for name, score in scores.items()} == {
         "choice": 5,
         "last": 4,
         "gen": 5,
     }
 
-    choice = scores["choice"]["metrics"]
-    assert choice.keys() == {"acc", "acc_norm"}
-    assert choice["acc"]["value"] == pytest.approx(share_of_right_choices(model, False))
-    assert choice["acc_norm"]["value"] == pytest.approx(share_of_right_choices(model, True))
+    choice = scores["choice"]
+    assert choice["acc,none"] == pytest.approx(share_of_right_choices(model, False))
+    assert choice["acc_norm,none"] == pytest.approx(share_of_right_choices(model, True))
 
-    last = scores["last"]["metrics"]
+    last = scores["last"]
     likelihoods = []
     likeliest = []
     for doc in LAST:
@@ -181,10 +183,13 @@ def test_scores(tasks, evaluate, tmp_path):
         likelihoods.append(likelihood)
         likeliest.append(is_likeliest)
     mean = sum(likelihoods) / 4
-    assert math.log(last["perplexity"]["value"]) == pytest.approx(-mean, rel=1e-4)
-    assert last["acc"]["value"] == sum(likeliest) / 4
+    assert math.log(last["perplexity,none"]) == pytest.approx(-mean, rel=1e-4)
+    assert last["acc,none"] == sum(likeliest) / 4
 
-    assert scores["gen"]["metrics"]["exact_match"]["value"] == 0.8
+    assert scores["gen"]["exact_match,none"] == 0.8
+
+    table = kinds.downstream("", {"columns": ["choice acc_norm", "last perplexity"]})
+    assert table.values(result) == [100 * choice["acc_norm,none"], last["perplexity,none"]]
 
 
 def test_a_tokenizer_file_adds_nothing_to_a_text(words_file, run):
@@ -260,19 +265,38 @@ def test_a_measurement_is_made_once(evaluate, run, monkeypatch):
     assert read_json(run / "downstream.json")[0] == first  # nothing is dropped
 
 
-def test_several_runs_in_one_table(evaluate, tmp_path, capsys):
+def test_a_table_of_each_run(evaluate, tmp_path, capsys):
     runs = {}
     for name in ("softmax", "lssar_p15"):
         runs[name] = saved_run(tmp_path / name, small_model(f"{name}.py").float())
     evaluate(runs["softmax"], "choice,last", runs["lssar_p15"])
-    table = [line.split()[:5] for line in capsys.readouterr().out.splitlines()]
-    for name, run in runs.items():
+    tables = re.split(r"^(\w+): step 7, .*$", capsys.readouterr().out, flags=re.M)[1:]
+    assert tables[::2] == list(runs)
+    for run, table in zip(runs.values(), tables[1::2], strict=True):
         (result,) = read_json(run / "downstream.json")
-        for task, metric, factor in (("choice", "acc", 100), ("last", "perplexity", 1)):
-            score = result["parts"][task]["scores"][task]["metrics"][metric]
-            value = f"{factor * score['value']:.2f}"
-            error = f"{factor * score['stderr']:.2f}"
-            assert [task, metric, name, value, error] in table
+        for task, metric in (("choice", "acc"), ("last", "perplexity")):
+            scores = result["parts"][task]["results"][task]
+            value = f"{scores[f'{metric},none']:.4f}"
+            error = f"{scores[f'{metric}_stderr,none']:.4f}"
+            assert re.search(rf"\|{metric} *\|.*\| *{value}\|± *\| *{error}\|", table)
+
+
+def test_a_group_and_its_tasks(tasks, evaluate, run, capsys):
+    group = {
+        "group": "both",
+        "task": ["choice", "last"],
+        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+    }
+    (tasks / "both.yaml").write_text(json.dumps(group))
+    scores = evaluate(run, "both")["parts"]["both"]["results"]
+    right = 5 * scores["choice"]["acc,none"] + 4 * scores["last"]["acc,none"]
+    assert scores["both"]["acc,none"] == pytest.approx(right / 9)
+    table = capsys.readouterr().out
+    assert re.findall(r"^\| *(both|- choice|- last)\b", table, re.M) == [
+        "both",
+        "- choice",
+        "- last",
+    ]
 
 
 def test_refuses(evaluate, run, refused):

@@ -176,7 +176,7 @@ def downstream(title: str, paper: dict, scale: str = "124m") -> Experiment:
     def values(measured: dict) -> list[float]:
         scores = []
         for task, metric in columns:
-            score = measured["parts"][task]["scores"][task]["metrics"][metric]["value"]
+            score = measured["parts"][task]["results"][task][f"{metric},none"]
             if metric.startswith("acc"):
                 score *= 100
             scores.append(score)
