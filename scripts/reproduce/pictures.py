@@ -193,13 +193,18 @@ def recall(normalisers: Normalisers) -> Draw:
 def recall_at_16x(table: dict, normalisers: Normalisers) -> Figure | None:
     """Draw normalisers by positions; returns None if no entry of them has been run."""
     column = table["multiples"].index(16)
-    means = {name: row["mean"][column] for name, row in table["rows"].items()}
+    rows = table["rows"]
     shares: dict[str, list[float | None]] = {}
     for normaliser, by_positions in normalisers.items():
         names = [entry.name for entry in by_positions.values()]
-        if not means.keys().isdisjoint(names):
-            by_entry = [means.get(name) for name in names]  # None: not learned, or not run
-            shares[normaliser] = [None if mean is None else mean / 100 for mean in by_entry]
+        if rows.keys().isdisjoint(names):
+            continue
+        shares[normaliser] = []
+        for name in names:
+            share = None
+            if name in rows and rows[name]["mean"][column] is not None:
+                share = rows[name]["mean"][column] / 100
+            shares[normaliser].append(share)
     if not shares:
         return None
     title = f"recall at {table['columns'][column]} tokens; grey: not learned, or not run"

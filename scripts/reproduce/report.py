@@ -81,7 +81,9 @@ def carry_out(
     check_writable(folder)
     check_writable(scale.out)
     print(f"{experiment.title}, scale {scale.name}, {len(chosen)} entries")
-    to_train = cost(runs) if runs else "computed without runs"
+    to_train = "computed without runs"
+    if runs:
+        to_train = cost(runs)
     if options.plan:
         columns = column_names(experiment, scale.config)
         paper, _ = paper_values(experiment, scale)
