@@ -23,10 +23,8 @@ square over the labels. An interrupted fine-tuning begins anew.
 import copy
 import importlib.metadata
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -37,9 +35,6 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import trange
-
-# for a script that is run as a file: the repository's modules are not beside it
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from config import Config, PositiveInt
 from data.loader import epoch_order
