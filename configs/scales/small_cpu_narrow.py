@@ -1,0 +1,6 @@
+# small_cpu.py with the blocks of tiny.py, 0.8M parameters: whether a result depends on the size.
+from configs.scales.small_cpu import *
+
+n_layer = 4
+head_size = 32
+n_embd = 128
