@@ -42,7 +42,15 @@ from model import GPT, compile_model
 from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate, step_unless
 from runtime import checkpoint, run_folder
 from runtime.checkpoint import State, Training
-from runtime.device import Event, autocast, open_device, pick_compile, pick_dtype, usage
+from runtime.device import (
+    Event,
+    autocast,
+    keep_freed_memory,
+    open_device,
+    pick_compile,
+    pick_dtype,
+    usage,
+)
 from runtime.distributed import (
     EXIT_STOPPED,
     all_gather,
@@ -75,6 +83,8 @@ def main(config: Config | None = None) -> None:
         wandb_settings(config)  # raises UserError before the run's folder is made
     run = Path(config.out_dir)
     device = open_device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     fitting = fitting_batch_size(config, world_size(), device)
     with (
         process_group(device, config.timeout),

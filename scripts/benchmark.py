@@ -50,7 +50,15 @@ from layers.selfcheck import check_kernels
 from model import GPT, compile_model
 from optim import build_optimizers
 from runtime.config_files import load_config
-from runtime.device import autocast, environment, memory_mb, open_device, pick_compile, pick_dtype
+from runtime.device import (
+    autocast,
+    environment,
+    keep_freed_memory,
+    memory_mb,
+    open_device,
+    pick_compile,
+    pick_dtype,
+)
 from runtime.files import check_writable, write_json
 from scripts.common.command_line import Parser
 from scripts.common.papers import LSSAR
@@ -226,6 +234,8 @@ def prepare(config: Config, phase: str, plain: bool) -> str | None:
     """
     global _step, _device
     _device = open_device(config.device)
+    if _device.type == "cpu" and not plain:
+        keep_freed_memory()  # as train.py does; a plain training loop does not
     if phase == "decode":  # as in generation, all tokens share the weights that autocast has cast
         autocast(_device, pick_dtype(config.dtype, _device)).__enter__()
     lines: list[str] = []

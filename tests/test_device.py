@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import runpy
 import subprocess
 import sys
@@ -151,6 +152,25 @@ def test_the_allocators_segments_can_grow_unless_the_user_sets_it(
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
     runpy.run_path("train.py", run_name="__main__")
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+
+
+COUNT_FAULTS = """
+import resource, torch
+from runtime.device import keep_freed_memory
+keep_freed_memory()
+for i in range(30):
+    if i == 20:  # by then the heap has grown to what it needs
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)  # 16,384 pages
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+def test_freed_memory_is_not_faulted_in_again():
+    command = [sys.executable, "-c", COUNT_FAULTS]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(run.stdout) < 1000
 
 
 # ---- what is recorded ----
