@@ -88,15 +88,8 @@ from scripts.common.hf_models import (
 )
 from scripts.common.papers import LSSAR
 from scripts.common.plots import Curve, draw_curves, panels
-from scripts.common.runner import (
-    NO_TEXT,
-    Evaluation,
-    Results,
-    Run,
-    as_command,
-    load_run,
-    outline,
-)
+from scripts.common.runner import NO_TEXT, Evaluation, Results, as_command
+from scripts.common.runs import Run, load_run, outline
 from scripts.common.tables import print_table
 from scripts.common.validation import LengthOptions, TextOptions, stretches, windows
 

@@ -53,7 +53,8 @@ from errors import UserError
 from scripts.common.command_line import option, parse_lengths
 from scripts.common.labels import title_of
 from scripts.common.plots import Curve, Style, draw_by_length
-from scripts.common.runner import Evaluation, Results, Run, as_command, batches, with_controls
+from scripts.common.runner import Evaluation, Results, as_command, with_controls
+from scripts.common.runs import Run, batches
 from scripts.common.tables import print_table
 from scripts.common.validation import (
     ControlOptions,

@@ -25,10 +25,11 @@ from matplotlib.figure import Figure
 
 from config import Config, PositiveInt
 from errors import UserError, first_line
-from scripts.common.command_line import option
+from scripts.common.command_line import option, require
 from scripts.common.options import EvaluationOptions
 from scripts.common.papers import LSSAR
-from scripts.common.runner import NO_TEXT, Evaluation, Results, Run, as_command, require
+from scripts.common.runner import NO_TEXT, Evaluation, Results, as_command
+from scripts.common.runs import Run
 from scripts.common.validation import check_lengths, default_lengths
 from scripts.export_hf import transformers_model, transformers_tokenizer
 

@@ -76,7 +76,8 @@ from scripts.common.command_line import option
 from scripts.common.hf_models import ModelConfig
 from scripts.common.labels import title_of
 from scripts.common.plots import Curve, draw_by_length
-from scripts.common.runner import Evaluation, Results, Run, as_command, with_controls
+from scripts.common.runner import Evaluation, Results, as_command, with_controls
+from scripts.common.runs import Run
 from scripts.common.tables import print_table
 from scripts.common.validation import (
     ControlOptions,

@@ -27,9 +27,9 @@ from runtime.checkpoint import settings_of
 from runtime.device import environment
 from runtime.files import check_writable
 from runtime.log import read_metrics
-from scripts.common.command_line import RUN, option, parse
+from scripts.common.command_line import RUN, option, parse, require
 from scripts.common.options import Options
-from scripts.common.runner import Run, load_run, require
+from scripts.common.runs import Run, load_run
 
 # Where transformers finds its classes in the exported folder.
 CODE = "hf_modeling.SharpAttention"

@@ -51,7 +51,8 @@ from scripts.common.retrieval import (
     first_number,
     print_accuracies,
 )
-from scripts.common.runner import Evaluation, Results, Run, as_command
+from scripts.common.runner import Evaluation, Results, as_command
+from scripts.common.runs import Run
 from scripts.common.validation import TextOptions, accuracies, checked_tokens, length_chunks
 
 CITIES = (

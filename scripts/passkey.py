@@ -36,7 +36,8 @@ from scripts.common.retrieval import (
     first_number,
     print_accuracies,
 )
-from scripts.common.runner import NO_TEXT, Evaluation, Results, Run, as_command
+from scripts.common.runner import NO_TEXT, Evaluation, Results, as_command
+from scripts.common.runs import Run
 from scripts.common.validation import accuracies, length_chunks
 
 TASK = (

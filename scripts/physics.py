@@ -43,10 +43,11 @@ from model import GPT
 from optim import build_optimizers, build_scaler
 from runtime.checkpoint import Training
 from runtime.device import open_device
-from scripts.common.command_line import option
+from scripts.common.command_line import option, require
 from scripts.common.options import EvaluationOptions
 from scripts.common.papers import LSSAR
-from scripts.common.runner import Evaluation, Results, Run, as_command, require
+from scripts.common.runner import Evaluation, Results, as_command
+from scripts.common.runs import Run
 from scripts.common.tables import print_table
 from train import StepBatch, may_continue, train_step
 

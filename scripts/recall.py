@@ -36,7 +36,8 @@ from errors import UserError
 from scripts.common.command_line import option
 from scripts.common.labels import title_of
 from scripts.common.plots import Curve, draw_by_length
-from scripts.common.runner import Evaluation, Results, Run, as_command, batches
+from scripts.common.runner import Evaluation, Results, as_command
+from scripts.common.runs import Run, batches
 from scripts.common.tables import print_table
 from scripts.common.validation import (
     LengthOptions,

@@ -18,7 +18,7 @@ from generation import generate
 from layers.selfcheck import check_kernels
 from scripts.common.command_line import RUNS, option, parse
 from scripts.common.options import Options
-from scripts.common.runner import Run, load_run
+from scripts.common.runs import Run, load_run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from layers.heads import formulas_hash
 from model import GPT
 from runtime.checkpoint import Saver, Training, write_header
 from runtime.config_files import load_config
-from scripts.common.runner import Run
+from scripts.common.runs import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # Each entry of the papers' tables, as a path within configs/. Scales are no attention variants, nor

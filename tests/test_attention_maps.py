@@ -11,7 +11,7 @@ import evaluation
 from data.shards import read_shard
 from scripts import attention_maps
 from scripts.attention_maps import TEXT, group_sums, mean_shares, row_statistics, summary
-from scripts.common.runner import load_run
+from scripts.common.runs import load_run
 from tests.helpers import not_blank, saved_run, small_model
 
 # Two windows of 16 validation tokens, and a short text.

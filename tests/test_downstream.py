@@ -13,7 +13,8 @@ from data.tokenizer import get_tokenizer
 from generation import generate
 from runtime.files import read_json
 from scripts import downstream
-from scripts.common.runner import Options, load_run
+from scripts.common.options import Options
+from scripts.common.runs import load_run
 from scripts.export_hf import transformers_model, transformers_tokenizer
 from scripts.reproduce import kinds
 from tests.helpers import saved_run, small_model, write_task

@@ -17,7 +17,8 @@ from data.tokenizer import get_tokenizer
 from generation import generate
 from layers.build import build_model
 from scripts import export_hf
-from scripts.common.runner import Options, load_run
+from scripts.common.options import Options
+from scripts.common.runs import load_run
 from tests.helpers import ROWS, saved_run, small_model
 from tests.runs import ROOT, metrics
 from tests.test_data_tokenizer import TEXTS, random_texts

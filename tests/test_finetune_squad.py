@@ -18,7 +18,7 @@ from runtime.distributed import EXIT_STOPPED
 from runtime.log import Log
 from scripts import finetune_squad
 from scripts.common.papers import SSMAX
-from scripts.common.runner import load_run
+from scripts.common.runs import load_run
 from tests.runs import identical, lines, metrics, saved
 
 WORDS = ["river", "stone", "winter", "copper", "garden", "violin", "harbour", "marble"]

@@ -12,6 +12,7 @@ from data.shards import read_shard, write_meta, write_shard
 from scripts import attention_maps, copying, eval_length, passkey
 from scripts.common import hf_attention, hf_loading, runner
 from scripts.common.hf_models import read_model
+from scripts.common.runs import load_run
 from tests.helpers import measured_losses, not_blank, set_meta
 
 transformers = pytest.importorskip("transformers")
@@ -192,7 +193,7 @@ def test_in_one_layer_a_window_reads_each_position_with_its_last_keys_alone(save
     folder = save("Llama", num_hidden_layers=1)
     model = read_model(f"hf:{folder}", 16)
     options = eval_length.LossOptions(window=9, text=[str(text_file)])
-    run = runner.load_run(model, options)
+    run = load_run(model, options)
     tokens = tokens_in(text_file)
     x = tokens[None, :64]
     y = tokens[None, 1:65]
@@ -317,7 +318,7 @@ def test_what_sdpa_leaves_out_is_computed(save, text_file):
         ("GptOss", {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1}),
     ):
         folder = save(name, **settings)
-        run = runner.load_run(read_model(f"hf:{folder}", 16), options)
+        run = load_run(read_model(f"hf:{folder}", 16), options)
         losses = run.model.token_losses(x, y)
         expected = direct_losses(folder, text_file, 64)[:1].float()
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
@@ -332,7 +333,7 @@ def test_another_scaling_of_rope(save, text_file, scaling, kind):
         rope_factor=4.0,
         rope_theta=500.0,
     )
-    run = runner.load_run(read_model(f"hf:{folder}", None), options)
+    run = load_run(read_model(f"hf:{folder}", None), options)
     tokens = tokens_in(text_file)[None]
     config = transformers.AutoConfig.from_pretrained(folder)
     config.rope_parameters = {
@@ -364,7 +365,7 @@ def test_a_window_begins_with_what_the_tokenizer_puts_before_a_text(save, text_f
     )
     tokenizer.save_pretrained(folder)
     options = eval_length.LossOptions(text=[str(text_file)])
-    run = runner.load_run(read_model(f"hf:{folder}", 16), options)
+    run = load_run(read_model(f"hf:{folder}", 16), options)
     tokens = tokens_in(text_file)[None]
     x = tokens[:, 5:25]
     y = tokens[:, 6:26]

@@ -11,7 +11,7 @@ from layers.build import build_model
 from runtime.config_files import load_config
 from runtime.pretrained import load_initial
 from scripts import eval_length
-from scripts.common.runner import load_run
+from scripts.common.runs import load_run
 from tests.helpers import measured_losses
 
 transformers = pytest.importorskip("transformers")

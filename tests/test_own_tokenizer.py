@@ -14,7 +14,7 @@ from data.vocabulary import identify
 from errors import UserError
 from runtime import run_folder
 from scripts import attention_maps, eval_length, export_hf, passkey, sample
-from scripts.common.runner import load_run
+from scripts.common.runs import load_run
 from tests.corpora import make_documents
 from tests.runs import ROOT, metrics
 

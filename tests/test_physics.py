@@ -11,7 +11,7 @@ from layers.build import build_model
 from runtime import run_folder
 from runtime.config_files import load_config
 from scripts import eval_length, physics
-from scripts.common.runner import load_run
+from scripts.common.runs import load_run
 from scripts.physics import Equation, PhysicsOptions, best_score, law, magnitude_task, vector_task
 from tests.helpers import SMALL, not_blank, read_table, saved_run, write_scale
 

@@ -12,7 +12,7 @@ from data.tokenizer import get_tokenizer
 from generation import generate
 from scripts import needle, passkey
 from scripts.common import retrieval
-from scripts.common.runner import load_run
+from scripts.common.runs import load_run
 from tests.helpers import Reader, small_config, small_model, stub_run
 
 SCORES = "scores of 2 needles in 240 tokens"

@@ -27,6 +27,7 @@ from scripts.common.labels import picture_path, run_names
 from scripts.common.options import EvaluationOptions, Options
 from scripts.common.planned import PlannedRun
 from scripts.common.runner import NO_TEXT
+from scripts.common.runs import load_run
 from tests.helpers import measured_losses, saved_run, small_config
 from tests.runs import ROOT
 from tests.test_source import forget_sources
@@ -346,7 +347,7 @@ def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
     assert planned.difference() is None
     other_formula()
     assert planned.difference() == "other formulas of 'lssar' than the code has now"
-    runner.load_run(run)
+    load_run(run)
     assert "was trained with other formulas of 'lssar'" in capsys.readouterr().err
     environment = json.loads((run / "environment.json").read_text())
     now = {"formulas": formulas_hash(config)}

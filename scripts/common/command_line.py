@@ -4,6 +4,7 @@ Imports no torch, so that --help and error messages appear at once.
 """
 
 import argparse
+import importlib.util
 import re
 import typing
 from collections.abc import Sequence
@@ -98,3 +99,9 @@ def parse(
         values[each.name] = getattr(parsed, each.name)
         check_limits(f"--{each.name}", values[each.name], limits[each.name])
     return kind(**values), parsed
+
+
+def require(extra: str, *modules: str) -> None:
+    """Raise UserError unless these modules of an extra of pyproject.toml are installed."""
+    if not all(map(importlib.util.find_spec, modules)):
+        raise UserError(f'this needs {" and ".join(modules)}: pip install -e ".[{extra}]"')

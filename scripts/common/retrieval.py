@@ -14,7 +14,7 @@ from errors import UserError
 from generation import generate
 from scripts.common.command_line import option
 from scripts.common.labels import title_of
-from scripts.common.runner import Run, batches
+from scripts.common.runs import Run, batches
 from scripts.common.tables import print_table
 from scripts.common.validation import LengthOptions, accuracies, check_lengths
 

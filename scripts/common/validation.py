@@ -21,7 +21,7 @@ from runtime.config_files import find_data, require_data_dir
 from scripts.common.command_line import FILES, option, parse_lengths
 from scripts.common.hf_models import ModelConfig, tokens_of
 from scripts.common.options import EvaluationOptions
-from scripts.common.runner import batches
+from scripts.common.runs import batches
 
 AnyControlOptions = TypeVar("AnyControlOptions", bound="ControlOptions")
 

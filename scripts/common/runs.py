@@ -1,0 +1,184 @@
+"""Opens finished runs and models of transformers for evaluation.
+
+A stored measurement is identified by the facts of its run: its checkpoint, and how it was opened.
+"""
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+from tqdm import tqdm
+
+from config import Config
+from evaluation import check_windows
+from layers.build import build_model
+from layers.heads import formulas_hash
+from layers.selfcheck import check_kernels
+from layers.windows import largest_window, limit_windows
+from model import GPT
+from runtime import checkpoint, run_folder
+from runtime.checkpoint import Checkpoint
+from runtime.device import autocast, pick_device
+from scripts.common.hf_loading import load_model
+from scripts.common.hf_models import AnyRun, ModelConfig, folder_of, read_config
+from scripts.common.options import Options
+
+# Tokens of an evaluation batch, unless one sequence is longer.
+BATCH_TOKENS = 16384
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, its model on its device, in evaluation mode, with scaled RoPE."""
+
+    path: Path  # its folder
+    config: Config
+    model: GPT
+    device: torch.device
+    dtype: torch.dtype  # of matrix products
+    facts: dict  # `run_facts`
+
+    def autocast(self) -> torch.autocast:
+        return autocast(self.device, self.dtype)
+
+
+def load_run(
+    path: AnyRun, options: Options | None = None, weights: Checkpoint | None = None
+) -> Run:
+    """Load a run, or the .pt file of a checkpoint, or a model of transformers, for evaluation.
+
+    `weights` are those of `find_weights`, if they are known. Raises UserError where the run or the
+    device is missing.
+    """
+    options = options or Options()
+    device = pick_device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    trained = read_config(path)
+    if isinstance(path, ModelConfig):
+        with autocast(device, options.torch_dtype):
+            # evaluations of text call nothing else of a GPT
+            model = cast(GPT, load_model(path, options, device))
+        facts = model_facts(path, options)
+    else:
+        weights = weights or checkpoint.find(path, options.checkpoint)
+        model, facts = load_trained(path, trained, options, device, weights)
+    config = options.applied(trained)
+    return Run(folder_of(path), config, model, device, options.torch_dtype, facts)
+
+
+def find_weights(path: AnyRun, options: Options) -> Checkpoint | None:
+    """The checkpoint of a run, whose file is read as a whole; None for a model of transformers.
+
+    Raises UserError where there is none.
+    """
+    return None if isinstance(path, ModelConfig) else checkpoint.find(path, options.checkpoint)
+
+
+def load_trained(
+    path: str | Path,
+    trained: Config,
+    options: Options,
+    device: torch.device,
+    weights: Checkpoint,
+) -> tuple[GPT, dict]:
+    """Load a run that was trained with this config: its model, and `run_facts`."""
+    config = options.applied(trained)
+    model = open_model(config, options.window).to(device).eval()
+    check_kernels(model, config, options.torch_dtype)
+    model.scale_rope(options.rope_for(config), options.rope_factor, options.rope_theta)
+    model.scale_scores(options.log_base)
+    checkpoint.copy_weights(model, checkpoint.load(weights.path), weights.path)
+    if options.window is not None and options.window <= config.block_size:  # as of a control
+        with autocast(device, options.torch_dtype):
+            check_windows(model, options.window)
+    folder = run_folder.folder_of(path)
+    edited = checkpoint.edited_formulas(folder, trained)
+    if edited:
+        print(f"warning: {path} was trained with {edited}", file=sys.stderr)
+    changed = checkpoint.changed_data(folder, trained)
+    if changed:
+        print(f"warning: {path} was trained on {changed}", file=sys.stderr)
+    return model, run_facts(trained, weights, options, largest_window(model))
+
+
+def open_model(config: Config, limit: int | None) -> GPT:
+    """A model with this config, and with windows of at most `limit` keys."""
+    model = build_model(config)
+    if limit is not None:
+        limit_windows(model, limit)
+    return model
+
+
+def outline(config: Config, limit: int | None) -> GPT:
+    """The model of `open_model` without weights."""
+    with torch.device("meta"):
+        return open_model(config, limit)
+
+
+@functools.cache  # the runs of a table are looked up several times
+def window_of(config: Config, limit: int | None) -> int | None:
+    """The largest window of any layer of the model of `open_model`; None: its queries see all."""
+    return largest_window(outline(config, limit))
+
+
+def run_facts(
+    trained: Config,
+    weights: Checkpoint,
+    options: Options,
+    window: int | None,
+) -> dict:
+    """What every measurement records about its run, its checkpoint and how the run was opened.
+
+    `window` is the largest of the model; looking it up without the weights takes a second.
+    """
+    config = options.applied(trained)
+    variant = trained.variant_name
+    if options.attention is not None:
+        variant += f" as {options.attention}"
+    return {
+        "variant": variant,
+        "attention": options.attention,
+        "seed": config.seed,
+        "checkpoint": options.checkpoint,
+        **weights.id,
+        "trained_length": config.block_size,
+        "rope": options.rope_for(config),
+        "rope_factor": options.rope_factor,
+        "rope_theta": options.rope_theta,
+        "log_base": options.log_base,
+        "window": window,
+        "p": config.p,
+        "dtype": str(options.torch_dtype).removeprefix("torch."),
+        "attention_impl": options.attention_impl,
+        "formulas": formulas_hash(config),
+    }
+
+
+def model_facts(config: ModelConfig, options: Options) -> dict:
+    """What every measurement records about its model of transformers and how that was opened."""
+    return {
+        "variant": config.label,
+        "seed": None,
+        "sha256": config.sha256,
+        "rope": None if options.rope == "none" else options.rope,  # None: the model's own
+        "rope_factor": options.rope_factor,
+        "rope_theta": options.rope_theta,
+        "window": options.window,
+        "p": None,
+        "dtype": str(options.torch_dtype).removeprefix("torch."),
+    }
+
+
+def batches(items: Iterable[T], length: int) -> Iterator[list[T]]:
+    """Items of one length in batches of up to BATCH_TOKENS tokens, drawn lazily."""
+    remaining = iter(tqdm(items, leave=False, disable=None))
+    while batch := list(islice(remaining, max(1, BATCH_TOKENS // length))):
+        yield batch
