@@ -89,11 +89,10 @@ class Attention(ReferenceAttention):
         if self.impl not in ("auto", "triton"):
             return self.impl
         by_sdpa = self.impl == "auto" and self.is_plain_softmax(context)
-        has_window = self.window is not None and self.window < Lk
-        masked = has_window or context.document_positions is not None
-        if by_sdpa and not (masked and q.is_cuda):
+        by_varlen = self.prefers_varlen(q, Lk, context)
+        if by_sdpa and not by_varlen:
             return "sdpa"
-        if by_sdpa and varlen_obstacle(self, q, Lk) is None:
+        if by_varlen and varlen_obstacle(self, q, Lk) is None:
             return "varlen"
         reason = obstacle(self, q)
         if reason is None and (q.is_cuda or self.impl == "triton"):
@@ -101,6 +100,12 @@ class Attention(ReferenceAttention):
         if self.impl == "triton":
             raise UserError(f"attention_impl = 'triton' cannot be used: {reason}")
         return "sdpa" if by_sdpa else "blocked"
+
+    def prefers_varlen(self, q: Tensor, Lk: int, context: Context) -> bool:
+        """Tell whether it is softmax on a GPU with a mask that SDPA's FlashAttention lacks."""
+        has_window = self.window is not None and self.window < Lk
+        masked = has_window or context.document_positions is not None
+        return self.impl == "auto" and self.is_plain_softmax(context) and masked and q.is_cuda
 
     def is_plain_softmax(self, context: Context) -> bool:
         """Tell whether it is softmax at any scale, and no setting adds to its scores."""

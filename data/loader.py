@@ -82,14 +82,14 @@ class Loader(ABC):
 
     def __init__(self, n_windows: int, batching: Batching) -> None:
         if n_windows < batching.batch_size:
-            min_tokens = batching.batch_size * batching.block_size + 1
             tokens = f"{self.tokens} tokens"
+            needed = f"at least {batching.batch_size * batching.block_size + 1} tokens are needed"
             if self.cropped:
                 tokens += f", of which align_documents crops {self.cropped:.1%},"
+                needed = "more documents are needed"
             raise UserError(
                 f"{self.source}: {tokens} give {n_windows} windows of {batching.block_size} tokens "
-                f"and a target, fewer than one batch ({batching.batch_size}); at least "
-                f"{min_tokens} tokens are needed"
+                f"and a target, fewer than one batch ({batching.batch_size}); {needed}"
             )
         self.n_windows = n_windows
         self.batching = batching

@@ -15,6 +15,7 @@ from torch import Tensor
 from attention_paths.fused import launch, obstacle
 from attention_paths.module import Attention
 from attention_paths.reference import Context
+from attention_paths.varlen import varlen_obstacle
 from config import Config
 from errors import UserError
 from layers.documents import positions_in_documents
@@ -61,10 +62,7 @@ def check_kernels(
             by_path[module.path(queries, MANY_KEYS, context)].append(module)
     paths = " and ".join(sorted(by_path))
     facts: dict[str, Any] = {"attention_path": paths}
-    line = f"attention path: {paths}"
-    if "blocked" in by_path and config.attention_impl == "auto":
-        reason = obstacle(by_path["blocked"][0], q) or "this is cpu"
-        line += f" (not triton: {reason})"
+    line = f"attention path: {paths}{reasons(by_path, queries, context)}"
     layers = by_path["triton"] + by_path["varlen"]
     if layers:
         kinds = {(layer.variant, layer.window, layer.alibi_heads): layer for layer in layers}
@@ -90,6 +88,18 @@ def check_kernels(
     if say is not None:
         say(line)
     return facts | {"formulas": formulas_hash(config)}
+
+
+def reasons(by_path: dict[str, list[Attention]], queries: Tensor, context: Context) -> str:
+    """Say why layers do not take a faster path: " (not triton: this is cpu)"; "" if all do."""
+    texts = []
+    for path, layers in by_path.items():
+        for layer in layers:
+            if path == "blocked" and layer.impl == "auto":
+                texts.append(f" (not triton: {obstacle(layer, queries) or 'this is cpu'})")
+            elif path != "varlen" and layer.prefers_varlen(queries, MANY_KEYS, context):
+                texts.append(f" (not varlen: {varlen_obstacle(layer, queries, MANY_KEYS)})")
+    return "".join(dict.fromkeys(texts))
 
 
 def check(

@@ -181,6 +181,7 @@ def measure(options: LossOptions, run: Run, chunk: Chunk) -> dict:
     }
     if chunk.documents is not None:
         values["documents"] = chunk.documents
+        values["document_starts"] = int((text == run.config.end_of_text).sum())
     if chunk.by_position:
         values["loss_by_position"] = by_position.tolist()
     return values
@@ -354,20 +355,28 @@ def on_documents(results: Results) -> list[str]:
     masked = [name for name, result in results.items() if is_masked(result)]
     others = [name for name in results if name not in masked]
     sentences = []
+    if any(has_no_documents(result) for result in results.values()):
+        sentences.append("no document begins in this text: a loss apart is a loss joined")
     if any("apart" in result for result in results.values()):
         sentences.append("apart: the same weights with attention within documents")
-    if not masked:
-        return sentences
-    sentences.append(
-        f"apart, each document by itself, as in training: {', '.join(masked)}; joined: the same "
-        "weights without the document mask"
-    )
-    if others:
+    if masked:
+        sentences.append(f"apart, each document by itself, as in training: {', '.join(masked)}")
+    if any("joined" in result for result in results.values()):
+        sentences.append("joined: the same weights without the document mask")
+    if masked and others:
         sentences.append(
-            f"trained and measured without the mask: {', '.join(others)}: such a loss has the "
-            "context of a row `joined`, and cannot be compared with one apart"
+            f"trained and measured without the mask: {', '.join(others)}: such a loss is joined, "
+            "and cannot be compared with a loss apart"
         )
     return sentences
+
+
+def has_no_documents(result: dict) -> bool:
+    """Tell whether a loss within documents is of a text in which none begins.
+
+    Measurements of older versions have no count of documents.
+    """
+    return any(part.get("document_starts") == 0 for part in result["parts"].values())
 
 
 def is_masked(result: dict) -> bool:

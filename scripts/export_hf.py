@@ -60,7 +60,8 @@ pipeline_tag: text-generation
 
 {table}
 
-`config.json` has all settings and the commit of the code. The model's code is in this folder, so
+`config.json` has all settings and the commit of the code; attention stays within documents where
+`document_start`, the id of their first token, is not null. The model's code is in this folder, so
 that loading needs `trust_remote_code=True`, also of the tokenizer: without it transformers asks.
 
 ```python
@@ -125,7 +126,8 @@ def transformers_model(run: Run) -> Any:
     config = run.config
     end_of_text = get_tokenizer(config.tokenizer).eot
     # the settings on which results depend
-    settings = settings_of(config) | {"vocab_size": config.text_ids, "document_mask": False}
+    settings = settings_of(config) | {"vocab_size": config.text_ids}
+    del settings["document_mask"]  # document_start says it
     for key in MAY_CHANGE - {"batch_size"}:  # with which total_batch_size must agree
         del settings[key]
     values: dict[str, Any] = {

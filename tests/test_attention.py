@@ -469,20 +469,15 @@ def test_dead_relu_rows_are_zero_with_zero_gradient(case, dtype):
         assert not x.grad.any()
 
 
-def bounds_gradients(case, dtype):
-    """Whether the bound of a zero query's gradient, 1e6 times the scale, is within the dtype."""
-    is_normalised = "lss" in case or "cosine" in case
-    return dtype != torch.float16 or not is_normalised
-
-
-@pytest.mark.parametrize(
-    "case, dtype",
-    [(case, dtype) for case in CASES for dtype in DTYPES if bounds_gradients(case, dtype)],
-)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
 def test_zero_queries_are_finite(case, dtype):
+    attn = build(case)
+    if dtype == torch.float16 and attn.variant.l2_normalise:
+        pytest.skip("the bound of a zero query's gradient, 1e6 times the scale, exceeds float16")
     q, k, v = draw(9, 9, dtype=dtype)
     k[:, :, 3] = 0
-    assert_finite_with_gradients(build(case), torch.zeros_like(q), k, v)
+    assert_finite_with_gradients(attn, torch.zeros_like(q), k, v)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

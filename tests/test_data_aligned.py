@@ -128,6 +128,12 @@ def test_an_epoch_has_each_window_once(data_dir):
     assert torch.equal(x[:, 1:], y[:, :-1])
 
 
+def test_too_few_documents_are_refused(data_dir):
+    says = r"which align_documents crops .*%, give 13 windows .* batch \(14\); more documents are"
+    with pytest.raises(UserError, match=says):
+        open_aligned(data_dir, 14, seed=0)
+
+
 def test_used_and_cropped_tokens_are_all_tokens(data_dir):
     loader = open_aligned(data_dir, 4, seed=0)
     in_documents = sum(sum(lengths) for lengths in LENGTHS)

@@ -248,7 +248,10 @@ def test_a_run_with_document_mask_is_measured_apart_and_joined(
     plain = module_run("softmax.py", f"--data_dir={data}")
     options = ("--lengths=16,64", "--per_position")
     call(eval_length, masked, plain, *options, "--documents=trained")
-    assert "  joined" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "  joined" not in printed
+    assert "joined: the same weights" not in printed
+    assert "no document begins" not in printed
     call(eval_length, masked, plain, *options)
     measurements = json.loads((masked / "eval_length.json").read_text())
     # the control has a window
@@ -270,7 +273,7 @@ def test_a_run_with_document_mask_is_measured_apart_and_joined(
     printed = re.sub("(?<=[a-z0-9]) +", " ", capsys.readouterr().out)
     for says in (
         f"  joined {parts['16 tokens joined']['loss']:.4f}",
-        "apart, each document by itself, as in training: ssmax, document_mask True; joined: ",
+        "apart, each document by itself, as in training: ssmax, document_mask True\njoined: ",
         "without the mask: softmax, document_mask False: such a loss",
     ):
         assert says in printed
@@ -294,6 +297,11 @@ def test_a_run_with_document_mask_is_measured_apart_and_joined(
     printed = capsys.readouterr().out
     assert "apart: the same weights with attention within documents\n" in printed
     assert "as in training" not in printed
+
+    tokens[:] = 7
+    write_shard(path, tokens)
+    call(eval_length, masked, *options)
+    assert "no document begins in this text" in capsys.readouterr().out
 
 
 def test_kernels_are_checked_within_documents_before_they_measure_apart(

@@ -298,6 +298,10 @@ def test_masks_that_are_no_padding_are_refused(tmp_path):
     assert_close(model(ids, attention_mask=mask.bool()).logits, expected, rtol=0, atol=0)
     with pytest.raises(ValueError, match="takes padding on the left: tokenizer.padding_side"):
         model.generate(ids, attention_mask=mask.flip(1), **GREEDY)
+    # a chunk may be padding alone
+    text = model.generate(ids, attention_mask=mask, **GREEDY)
+    chunked = model.generate(ids, attention_mask=mask, prefill_chunk_size=2, **GREEDY)
+    assert torch.equal(chunked, text)
     # without a mask there is no padding, though prompts begin with the token of padding
     end_of_text = torch.full((1, 1), 256)
     prompt = torch.cat((end_of_text, tokens(4)[:1]), dim=1)

@@ -1,6 +1,7 @@
 """The call of torch's varlen_attn, which needs a GPU: here a function of its documented meaning."""
 
 import functools
+from collections import defaultdict
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from attention_paths.module import Attention
 from attention_paths.reference import NO_CONTEXT, Context
 from layers.build import build_model
 from layers.documents import positions_in_documents
-from layers.selfcheck import check_kernels
+from layers.selfcheck import MANY_KEYS, check_kernels, reasons
 from tests.helpers import small_config
 from tests.test_attention import (
     SDPA_CASES,
@@ -112,8 +113,8 @@ def test_a_row_begins_a_sequence_where_a_window_of_one_key_hides_its_cache():
 @pytest.mark.parametrize("case", ["softmax.py", "ssmax.py"])
 def test_torchs_operator_takes_the_arguments(case):
     """The operator itself, with its gradients, without its kernels."""
-    with FakeTensorMode():
-        attn = build(case, "--n_head=4", "--n_kv_head=2", "--window=100")
+    attn = build(case, "--n_head=4", "--n_kv_head=2", "--window=100")
+    with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(2, 300, 8, attn.head_size, dtype=BFLOAT16, requires_grad=True)
         q, k, v = x.transpose(1, 2).split((4, 2, 2), dim=1)
         positions = torch.zeros(2, 300, dtype=torch.int32)
@@ -149,6 +150,37 @@ def test_the_path_of_softmax_on_a_gpu(monkeypatch):
     assert path("--window=100", "--n_embd=36") == "sdpa"
     capability = (7, 5)
     assert path("--window=100") == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "settings, capability, reason",
+    [
+        ((), (8, 0), ""),
+        ((), (7, 5), "it needs compute capability 8.0 or newer"),
+        (("--window_pattern=SL",), (8, 0), ""),
+        (("--window_pattern=SL",), (7, 5), "it needs compute capability 8.0 or newer"),
+        (("--document_mask",), (7, 5), "it needs compute capability 8.0 or newer"),
+        (("--document_mask", "--n_embd=36"), (8, 0), "head size 18 is not a multiple of 8"),
+    ],
+)
+def test_the_path_is_reported_with_why_it_is_not_varlen(settings, capability, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr("attention_paths.module.obstacle", lambda *_: "not asked for")
+    config = small_config("softmax.py", "--window=8", *settings)
+    model = build_model(config)
+    by_path = defaultdict(list)
+    context = NO_CONTEXT
+    if config.document_mask:
+        context = Context(document_positions=torch.zeros(1, 300, dtype=torch.int32))
+    with FakeTensorMode():
+        queries = torch.empty(1, 1, 1, 1, device="cuda", dtype=BFLOAT16)
+        queries = queries.expand(1, 1, MANY_KEYS, 1)
+        for layer in model.attention_layers():
+            for attn in layer.attentions():
+                by_path[attn.path(queries, MANY_KEYS, context)].append(attn)
+        text = reasons(by_path, queries, context)
+    assert text == "" or text.count(" (not varlen: ") == 1
+    assert reason in text and bool(reason) == bool(text)
 
 
 @pytest.mark.parametrize("wider, path", [(0, "varlen"), (1, "blocked")])

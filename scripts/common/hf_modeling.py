@@ -177,6 +177,7 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None:
             check_padding(attention_mask, is_token.shape, generates=cache is not None)
             is_token = attention_mask.bool()
+        is_padded = not is_token.all()
         is_start = is_token.diff(dim=1, prepend=is_token[:, :1])[:, -L:]
         is_token = is_token[:, -L:]
         if position_ids is not None and past == 0:
@@ -191,7 +192,7 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             cache.next_position = positions[:, -1:] + 1
         if self.gpt.document_start is not None:
             is_start |= is_token & (input_ids == self.gpt.document_start)
-        return is_start if is_start.any() else None
+        return is_start if is_padded or is_start.any() else None
 
     def _prepare_attention_mask_for_generation(  # type: ignore[override]
         self, inputs_tensor: Tensor, *args: Any
@@ -224,5 +225,5 @@ def check_padding(attention_mask: Tensor, shape: torch.Size, generates: bool) ->
     runs = (F.pad(is_token.int(), (1, 0)).diff() > 0).sum(1)  # of tokens, in each row
     if (runs > 1).any():
         raise ValueError("attention_mask has zeros between the tokens of a row: pad beside them")
-    if generates and not is_token[:, -1].all():
+    if generates and (is_token.int().diff() < 0).any():
         raise ValueError("generation takes padding on the left: tokenizer.padding_side = 'left'")
