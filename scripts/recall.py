@@ -109,6 +109,7 @@ def identify(options: RecallOptions, config: Config) -> dict:
 
 def measure(options: RecallOptions, run: Run, length: int) -> dict:
     pairs = options.pairs(run.config, length)
+    run.model.document_start = None  # a sequence is one document
     sequences: list[Drawn] = []
     answers: list[NDArray[np.int64]] = []
     for indices in batches(range(options.sequences(run.config, length)), length):
