@@ -16,6 +16,9 @@ from errors import UserError
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
 T = TypeVar("T")
 
+# Besides WORLD_SIZE, what torchrun gives to its processes.
+TORCHRUN_VARIABLES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -32,16 +35,24 @@ def world_size() -> int:
 
 
 @contextmanager
-def process_group(device: torch.device, timeout: float) -> Iterator[None]:
+def process_group(device: torch.device, timeout: float, dry_run: bool = False) -> Iterator[None]:
     """Connect the ranks that torchrun started, while the block runs.
 
     If a rank dies, or keeps the others waiting for `timeout` seconds, their next collective raises
-    RuntimeError (on a GPU, NCCL ends the process).
+    RuntimeError (on a GPU, NCCL ends the process). A dry run may be a single process that has only
+    WORLD_SIZE. Raises UserError where torchrun's variables are incomplete.
     """
-    # a dry run may have a WORLD_SIZE without the address that torchrun gives to its processes
-    if world_size() == 1 or "MASTER_ADDR" not in os.environ:
+    if rank() >= world_size():
+        raise UserError(f"RANK = {rank()} must be below WORLD_SIZE = {world_size()}")
+    missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
+    if world_size() == 1 or (dry_run and "RANK" in missing):
         yield
         return
+    if missing:
+        raise UserError(
+            f"WORLD_SIZE = {world_size()}, but {' and '.join(missing)} not set: start the "
+            "processes with torchrun, or unset WORLD_SIZE"
+        )
     use_nccl = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if use_nccl else "gloo",

@@ -10,8 +10,8 @@ if [ "$GPUS" = 0 ]; then
     echo "error: no GPU on this machine; python train.py trains without one" >&2
     exit 2
 fi
-# a mistake is said once, not by every process
-checks=$(WORLD_SIZE=$GPUS python train.py --resume=auto "$@" --dry_run)
+# a mistake is said once, not by every process; a scheduler may have set a RANK of its own
+checks=$(env -u RANK WORLD_SIZE=$GPUS python train.py --resume=auto "$@" --dry_run)
 if missing=$(grep "does not exist yet" <<<"$checks"); then
     echo "error: $missing" >&2
     exit 2

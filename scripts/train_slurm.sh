@@ -20,9 +20,9 @@ cd "${SLURM_SUBMIT_DIR:?start this with sbatch, from the repository}"
 # module load cuda                       # where the driver or Python come from a module
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0    # where the network is wrong: `ip address`
 [ -d .venv ] && PATH="$PWD/.venv/bin:$PATH"
-# a mistake is said once, not by every process
+# a mistake is said once, not by every process; a scheduler may have set a RANK of its own
 processes=$((SLURM_JOB_NUM_NODES * ${SLURM_GPUS_ON_NODE:-8}))
-checks=$(WORLD_SIZE=$processes python train.py --resume=auto "$@" --dry_run)
+checks=$(env -u RANK WORLD_SIZE=$processes python train.py --resume=auto "$@" --dry_run)
 if missing=$(grep "does not exist yet" <<<"$checks"); then
     echo "error: $missing" >&2
     exit 2
