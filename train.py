@@ -87,7 +87,7 @@ def main(config: Config | None = None) -> None:
         keep_freed_memory()
     fitting = fitting_batch_size(config, world_size(), device)
     with (
-        process_group(device, config.timeout),
+        process_group(device, config.timeout, config.dry_run),
         lock_folder(run, "training this run") if rank() == 0 else nullcontext(),
     ):
         fitting = min(all_gather(fitting))  # the ranks' GPUs may differ in memory
@@ -196,7 +196,7 @@ def train(
             if is_last:
                 break
 
-            monitor.begin()
+            began = monitor.begin()
             batch = fetch(training.step)
             # for a variant that draws random numbers: a resumed run draws the same
             torch.manual_seed(hash((config.seed, training.step, rank())))
@@ -207,7 +207,7 @@ def train(
             # copied before the next step is launched: a later copy would wait for that step
             on_host = torch.stack((loss, grad_norm)).to("cpu", non_blocking=monitor.logs_late)
             ended = Event(training.device)
-            monitor.add(Update(training.step, lr, batch.tokens, on_host, ended))
+            monitor.add(Update(training.step, lr, batch.tokens, on_host, began, ended))
         saver.wait()
         outcome = "finished" if finished else "stopped by a signal; continue with --resume"
         log.print(f"step {training.step} of {config.max_iters} is saved: {outcome}")
@@ -229,8 +229,10 @@ def check_ranks(config: Config, identity: Identity) -> None:
     """Raise the same UserError on every rank where ranks read different data."""
     first, *others = all_gather(identity)
     for other_rank, other in enumerate(others, start=1):
-        if other != first:
-            differing = data_difference(first, other) or "data"
+        differing = data_difference(first, other)
+        if bool(first) != bool(other):  # a dry run may have no data
+            differing = "data"
+        if differing is not None:
             raise UserError(
                 f"{config.data_dir}: rank {other_rank} reads other {differing} than rank 0: copy "
                 "the same data to every node"
@@ -343,6 +345,7 @@ class Update(NamedTuple):
     lr: float
     tokens: int  # that all ranks together process
     loss_and_norm: Tensor  # on the host, once the device has reached `ended`
+    began: Event
     ended: Event
 
 
@@ -361,16 +364,14 @@ class Monitor:
     saver: checkpoint.Saver
     rank_flops_per_token: float  # 0: unknown
     pending: Update | None = None  # not yet logged
-    started: Event | None = None  # when the pending step or, without one, the next step began
 
     @property
     def logs_late(self) -> bool:
         return self.training.device.type == "cuda"
 
-    def begin(self) -> None:
-        """Start the clock of a step, unless it starts where the pending step ends."""
-        if self.pending is None:
-            self.started = Event(self.training.device)
+    def begin(self) -> Event:
+        """Return when the next step begins: where the pending step ends or, without one, now."""
+        return self.pending.ended if self.pending else Event(self.training.device)
 
     def add(self, update: Update) -> None:
         """Log the pending update and, unless that would keep a GPU waiting, this one too."""
@@ -383,11 +384,9 @@ class Monitor:
         """Wait for the pending update, if there is one, and log it. Ends a run that diverged."""
         if self.pending is None:
             return
-        step, lr, tokens, loss_and_norm, ended = self.pending
+        step, lr, tokens, loss_and_norm, began, ended = self.pending
         self.pending = None
-        assert self.started is not None  # by `begin`
-        seconds = ended.seconds_since(self.started)  # waits for the device
-        self.started = ended
+        seconds = ended.seconds_since(began)  # waits for the device
         loss, grad_norm = loss_and_norm.tolist()  # they are on the host now
         if not may_continue(loss, grad_norm, self.training.scaler):
             error = f"loss = {loss} or gradient norm = {grad_norm} is not finite"
