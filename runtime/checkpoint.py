@@ -302,9 +302,12 @@ def should_resume(run: Path, resume: bool | str) -> bool:
         raise UserError(no_checkpoint(run))
     path = run / "config.json"
     metrics = run / "metrics.jsonl"
+    best = run / "best.pt"
     settings = read_json(path, dict[str, Any])
     if settings and "attention" not in settings:
         blocking = path
+    elif best.is_file() and load(best).step > 0:
+        blocking = best
     elif metrics.is_file() and b'"loss"' in metrics.read_bytes():
         blocking = metrics
     else:

@@ -119,7 +119,7 @@ def test_nothing_that_is_loaded_runs_code(train, tmp_path, capsys):
 
 
 def test_what_is_no_run_is_not_overwritten(train, refused):
-    """A foreign config.json, the records of a run whose checkpoints are gone."""
+    """A foreign config.json, the records and the best weights of a run without checkpoints."""
     folder = train("run", "--max_iters=0")
     (folder / "step_000000.pt").unlink()  # ended before its first checkpoint: it starts again
     train("run", "--max_iters=4")
@@ -128,6 +128,11 @@ def test_what_is_no_run_is_not_overwritten(train, refused):
     refused(train, "run", says="holds a run")
     for path in folder.glob("step*.pt"):
         path.unlink()
+    best = (folder / "best.pt").read_bytes()
+    refused(train, "run", says="best.pt belongs to no run")
+    refused(train, "run", "--resume=auto", says="best.pt belongs to no run")
+    assert (folder / "best.pt").read_bytes() == best
+    (folder / "best.pt").unlink()
     refused(train, "run", says="metrics.jsonl belongs to no run")
     assert metrics_file.read_text() == records
     metrics_file.unlink()
