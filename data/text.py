@@ -230,32 +230,39 @@ def find_cut(source: Source) -> int:
     start = max(tenth - 1, 1)
     end_part = replace(source, characters=range(start, source.length))
     for pattern in ENDS:
+        position = start
         text = ""
+        beginning = ""
         (document,) = end_part.read()
         for chunk in document:
+            beginning = beginning or chunk[tenth - start :][:20]
             text += chunk
-            if match := pattern.search(text.rstrip()):
-                return start + match.end()
+            words = text.rstrip()
+            if match := pattern.search(words):
+                return position + match.end()
+            # a match is white space alone: what precedes the space at the end has none
+            text = text[len(words) :]
+            position += len(words)
     raise UserError(
         f"{source.path}: cannot split off a validation set: no word boundary in the last tenth, "
-        f"{text[tenth - start :][:20]!r}; give more text, or a file for validation with --val"
+        f"{beginning!r}; give more text, or a file for validation with --val"
     )
 
 
 def split(sources: list[Source], val: list[Source] | None) -> tuple[list[Source], list[Source]]:
     """Split sources into (train, val).
 
-    Without files for validation, a tenth of them, at least one, is chosen by the hash of the name;
-    a single source is divided.
+    Without sources for validation, a tenth of them, at least one, is chosen by the hash of the
+    name; a single source is divided.
     """
-    if val is None and len(sources) == 1:
+    if val is not None:
+        return sources, val
+    if len(sources) == 1:
         return divide(sources[0])
-    if val is None:
-        ranked = sorted(sources, key=lambda s: hashlib.sha256(os.fsencode(s.name)).digest())
-        chosen = ranked[: max(1, len(sources) // 10)]
-        val = sorted(chosen, key=lambda source: source.name)
-    paths = {source.path for source in val}
-    return [source for source in sources if source.path not in paths], val
+    ranked = sorted(sources, key=lambda s: hashlib.sha256(os.fsencode(s.name)).digest())
+    chosen = ranked[: max(1, len(sources) // 10)]
+    val = sorted(chosen, key=lambda source: source.name)
+    return [source for source in sources if source not in chosen], val
 
 
 def numbered(source: Source, first: int) -> Iterator[tuple[int, list[Document]]]:
@@ -293,7 +300,10 @@ def main(argv: list[str] | None = None) -> None:
         files = list_stdlib()
     val = None
     if args.val:
-        val = inspect(list_files(args.val), args.rules)
+        val_files = list_files(args.val)
+        held_out = {path.resolve() for _, path in val_files}
+        files = [(name, path) for name, path in files if path.resolve() not in held_out]
+        val = inspect(val_files, args.rules)
     sources = inspect(files, args.rules)
     args.rules.report()
     train, val = split(sources, val)

@@ -95,11 +95,15 @@ def test_the_validation_files_are_always_the_same_tenth(folder, tmp_path):
     assert len(val) == 2
 
 
-def test_named_validation_files(folder, tmp_path):
+def test_named_validation_files(folder, tmp_path, capsys):
     out = tmp_path / "out"
     run_text(folder, "--val", folder / "deep" / "c.jsonl", folder / "00.txt", "--out_dir", out)
     assert documents_of(out, "val") == ["text 0\n", "one", "two"]
     assert len(documents_of(out, "train")) == 24
+    relative = os.path.relpath(folder / "00.txt")
+    run_text(folder, "--val", relative, "--out_dir", tmp_path / "relative")
+    assert "text 0\n" not in documents_of(tmp_path / "relative", "train")
+    assert capsys.readouterr().out.count("empty documents left out: 2\n") == 2
 
 
 def test_other_documents_of_the_same_size_are_noticed(folder, tmp_path, refused):
