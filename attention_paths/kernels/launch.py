@@ -162,7 +162,8 @@ def matmul_precision() -> str:
 
 
 def strided(x: Tensor) -> Strided:
-    if x.ndim == 4 and x.stride(3) != 1:
+    # the kernels compute an offset within a head in 32 bits
+    if x.ndim == 4 and (x.stride(3) != 1 or x.shape[2] * x.stride(2) >= 2**31):
         x = x.contiguous()
     return Strided(x, x.stride()[:3])
 
@@ -171,6 +172,14 @@ def empty_heads(x: Tensor, heads: int, dtype: torch.dtype | None = None) -> Tens
     """An empty [B, heads, L, d] laid out as [B, L, heads, d]: joining the heads copies nothing."""
     B, _, L, d = x.shape
     return x.new_empty(B, L, heads, d, dtype=dtype).transpose(1, 2)
+
+
+def laid_out_by_position(x: Tensor) -> Tensor:
+    """Return x [B, H, L, d] laid out as `empty_heads` does.
+
+    A hook on saved tensors, such as torch's save_on_cpu, may have changed its strides.
+    """
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class Arguments(NamedTuple):
@@ -382,8 +391,8 @@ def backward(
     with torch.cuda.device_of(q):
         backward_rows[B * H, triton.cdiv(Lq, 64)](
             DOUT=strided(dout),
-            OUT=out,
-            U=u,
+            OUT=laid_out_by_position(out),
+            U=laid_out_by_position(u) if choices["p"] else u,
             SCALED=scaled_dout,
             STATS=stats,
             TERMS=terms,
