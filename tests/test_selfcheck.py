@@ -113,6 +113,26 @@ def test_kernels_that_join_documents_are_replaced(automatic, monkeypatch, capsys
     assert re.search("output with 13 keys differs", capsys.readouterr().err)
 
 
+def test_a_wide_window_is_checked_as_a_narrower_one(automatic, monkeypatch):
+    """The reference holds all scores: of 64K keys it needs more memory than the run."""
+    monkeypatch.setattr(selfcheck, "ODD", 13)
+    monkeypatch.setattr(selfcheck, "EVEN", 16)
+    monkeypatch.setattr(selfcheck, "WIDEST_WINDOW", 8)
+    evaluate = selfcheck.evaluate
+    most_keys = 0
+
+    def counted(layer, tensors, context):
+        nonlocal most_keys
+        most_keys = max(most_keys, tensors[1].shape[2])
+        return evaluate(layer, tensors, context)
+
+    monkeypatch.setattr(selfcheck, "evaluate", counted)
+    model, facts = check("lssa.py", "--window=100")
+    assert facts["attention_path"] == "triton"
+    assert most_keys == 13 + 8
+    assert model.attention_layers()[0].attention.window == 100
+
+
 def test_too_little_memory_is_no_reason_for_another_path(automatic, monkeypatch):
     monkeypatch.setattr(selfcheck, "evaluate", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):
