@@ -71,12 +71,18 @@ def attend(
     """The output [B, L, H, d] of queries [B, H, L, d], as transformers calls an attention.
 
     In the formulas, n counts the keys that the mask shows to a query, without padding and other
-    documents. Raises UserError for dropout, for learned sinks, and for a mask that is not causal
-    within documents.
+    documents. Raises UserError for dropout, for learned sinks, for a mask that is not causal within
+    documents, and for heads whose values are not as wide as queries and keys.
     """
     attention = layer.variant
     if dropout or s_aux is not None:
         raise UserError("dropout and learned sinks (s_aux) are not supported")
+    if not q.shape[-1] == v.shape[-1] == attention.head_size:
+        raise UserError(
+            f"{type(layer).__name__}: a head's queries have {q.shape[-1]} numbers and its values "
+            f"{v.shape[-1]}, where both must have {attention.head_size}: multi-head latent "
+            "attention is not supported"
+        )
     attention.window = sliding_window
     attention.softcap = softcap
     document_positions = None
