@@ -5,7 +5,6 @@ documents of a batch.
 """
 
 import inspect
-from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ def varlen_obstacle(layer: ReferenceAttention, q: Tensor, Lk: int) -> str | None
     return None
 
 
-@cache
 def varlen_parameters() -> frozenset[str]:
     """The names of the parameters of torch's varlen_attn; none where torch has no varlen_attn."""
     try:

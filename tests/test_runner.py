@@ -379,6 +379,7 @@ def test_labels_name_the_settings_in_which_runs_differ(tmp_path):
         "prope, rope_theta 500000",
     ]
     assert labels({}, {}) == ["0", "1"]
+    assert labels({"name": "a" * 50}) == ["a" * 50]
     assert labels({}, {"data_dir": "a" * 50}) == ["0", "1"]
 
 

@@ -220,7 +220,6 @@ def test_grouped_queries_where_torch_has_no_enable_gqa(monkeypatch):
         )
 
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", attn)
-    monkeypatch.setattr(varlen, "varlen_parameters", varlen.varlen_parameters.__wrapped__)
     layer = build("softmax.py", "--n_head=4", "--n_kv_head=2", "--window=3").double()
     q, k, v = draw(16, 16, B=2, H=4)
     out = varlen.varlen(layer, q, k[:, :2], v[:, :2], NO_CONTEXT)

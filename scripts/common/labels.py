@@ -15,6 +15,8 @@ LONGEST_LABEL = 40
 def run_names(paths: Sequence[str | Path]) -> list[str]:
     """Labels for tables and pictures: names, and settings in which the runs differ, or paths."""
     configs = [run_folder.read_config(path) for path in paths]
+    if len(configs) == 1:
+        return [configs[0].label]
     differing = []
     for key in LEARNED:
         if any(getattr(config, key) != getattr(configs[0], key) for config in configs):
