@@ -262,7 +262,8 @@ def split(sources: list[Source], val: list[Source] | None) -> tuple[list[Source]
     ranked = sorted(sources, key=lambda s: hashlib.sha256(os.fsencode(s.name)).digest())
     chosen = ranked[: max(1, len(sources) // 10)]
     val = sorted(chosen, key=lambda source: source.name)
-    return [source for source in sources if source not in chosen], val
+    held_out = {source.path for source in val}
+    return [source for source in sources if source.path not in held_out], val
 
 
 def numbered(source: Source, first: int) -> Iterator[tuple[int, list[Document]]]:
