@@ -26,7 +26,7 @@ ORBITS = {"task": ("orbits",)}
 LANGUAGE = {"task": ("language", "language+recall")}
 RECALL = {"task": ("recall", "language+recall")}
 
-# Most sequences of a micro-batch where batch_size is 0: more are hardly faster.
+# Upper limit on the sequences of a micro-batch where batch_size is 0: more are hardly faster.
 LARGEST_BATCH = 64
 
 # Numbers within limits, which the error message names in these words.
@@ -77,7 +77,10 @@ class Config:
     )
     rope_theta: FloatFromOne = setting(10000.0, "Base of RoPE.", needs=ROPE)
     rope_share: float = setting(
-        1.0, "Share of a head's pairs, the fastest first, that RoPE turns (p-RoPE).", needs=ROPE
+        1.0,
+        "Fraction of a head's frequency pairs, highest frequencies first, that RoPE rotates "
+        "(p-RoPE).",
+        needs=ROPE,
     )
     nope_every: NonNegativeInt = setting(
         0,
@@ -215,8 +218,8 @@ class Config:
     )
     batch_size: NonNegativeInt = setting(
         0,
-        "Most sequences in a micro-batch of a process: the largest divisor of its sequences of a "
-        "step is taken. 0: as many as the GPU's memory fits, at most 64.",
+        "Upper limit on the sequences of a micro-batch: the largest divisor of a process's share "
+        "of a step within it is taken. 0: what the GPU's memory is estimated to hold, at most 64.",
     )
     attention_impl: Literal["auto", "triton", "blocked", "reference"] = setting(
         "auto", "How attention is computed. 'auto': the fastest way that works here."

@@ -133,7 +133,6 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
         model,
         config,
         dtype,
-        any_rank=lambda failed: all_reduce_max(failed) > 0,
         say=say if rank() == 0 else None,
     )
     initial = load_initial(model, config.init_from) if config.init_from else None
@@ -454,18 +453,14 @@ class Monitor:
 
 
 def how_to_continue(config: Config, step: int) -> str:
-    """Name the commands that continue a run which has diverged in this step."""
+    """Name the settings that continue a run which has diverged in this step."""
     saved = run_folder.step(config.out_dir) or 0
     next_batch = config.first_batch + step - saved
-    rate = f"{config.learning_rate / 2:g}"
-    settings = ["--resume", f"--out_dir={config.out_dir}", f"--learning_rate={rate}"]
-    replaced = tuple(setting.partition("=")[0] for setting in settings)
-    kept = [argument for argument in sys.argv if not argument.startswith(replaced)]
-    launcher = "torchrun ..." if world_size() > 1 else "python"
     return (
-        f"The checkpoint of step {saved} is good; this continues it at half the rate: {launcher} "
-        f"{shlex.join([*kept, *settings])}; --first_batch={next_batch} skips the batches up to "
-        "this step"
+        f"The checkpoint of step {saved} is good: to continue at half the rate, repeat the command "
+        f"with --resume --out_dir={shlex.quote(config.out_dir)} "
+        f"--learning_rate={config.learning_rate / 2:g} at its end; --first_batch={next_batch} "
+        "skips the batches up to this step"
     )
 
 

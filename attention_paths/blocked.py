@@ -63,7 +63,7 @@ def blocked(
     tile = choose_tile(layer, q, k)
     compute = layer.output
     if torch.is_grad_enabled() and B * H * Lq * tile.keys > KEEP_SCORES:
-        compute = partial(checkpoint, layer.output, use_reentrant=False, preserve_rng_state=False)
+        compute = partial(checkpoint, layer.output, use_reentrant=False)
     q, keys = layer.normalise(q, k)
     group = H // k.shape[1]
     by_sequence = []

@@ -100,10 +100,10 @@ class Loader(ABC):
         self._ahead: dict[int, Future[Batch]] = {}  # by step
 
     def batch(self, step: int) -> Batch:
-        """Return this rank's share of a batch: x, y, int64 [batch_size / world_size, T, ...].
+        """Return this rank's share of a batch: inputs and targets.
 
-        y is x shifted by one position. Steps may come in any order; the next batch is read in the
-        background.
+        Both are int64 [batch_size / world_size, L, ...], L <= T. Negative targets have no loss.
+        Steps may come in any order; the next batch is read in the background.
         """
         batch = self._ahead.get(step) or self._reader.submit(self.read, step)
         self._ahead = {step + 1: self._reader.submit(self.read, step + 1)}

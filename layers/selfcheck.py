@@ -20,6 +20,7 @@ from config import Config
 from errors import UserError
 from layers.documents import positions_in_documents
 from layers.heads import formulas_hash
+from runtime.distributed import all_reduce_max
 
 # Tolerance of relative errors: (8 + p) roundings of bfloat16, four times what correct kernels show,
 # also for float32 inputs in TF32. A wrong sign, scale, index or mask gives 0.2 to 2.
@@ -37,7 +38,6 @@ def check_kernels(
     model: nn.Module,
     config: Config,
     dtype: torch.dtype,
-    any_rank: Callable[[bool], bool] = bool,
     say: Callable[[str], None] | None = None,
     within_documents: bool | None = None,
 ) -> dict[str, Any]:
@@ -47,8 +47,8 @@ def check_kernels(
     layer of each kind: forward, backward and for a single query. If they differ or raise on any
     rank, the model falls back to 'blocked' or, with attention_impl = 'triton', UserError is raised.
 
-    `any_rank` tells whether its argument is true on any rank, and `say` reports the path.
-    `within_documents` tells whether attention stays within documents; None: as document_mask says.
+    `say` reports the path. `within_documents` tells whether attention stays within documents; None:
+    as document_mask says.
     """
     if within_documents is None:
         within_documents = config.document_mask
@@ -75,7 +75,7 @@ def check_kernels(
             error, layer_problem = check(layer, config, q, within_documents, by_varlen)
             largest_error = max(largest_error, error)
             problem = problem or layer_problem
-        if any_rank(problem != ""):
+        if all_reduce_max(problem != ""):
             problem = f"the kernels fail: {problem or 'on another rank'}"
             if config.attention_impl == "triton":
                 raise UserError(f"attention_impl = 'triton': {problem}; 'auto' takes another path")

@@ -54,8 +54,8 @@ from runtime.source import differs
 
 # Learnable scalars of attention, which another variant may not have.
 SCALARS = ("s", "b", "p_n", "sink")
-# Settings of a model that the names and shapes of its weights may not reveal.
-HIDDEN = (
+# Settings that make a model's weights unusable for another model of the same names and shapes.
+NOT_IN_SHAPES = (
     "projections",
     "q_rank",
     "kv_rank",
@@ -455,13 +455,14 @@ def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Checkpoi
 def copy_weights(model: GPT, state: State, source: str | Path) -> None:
     """Copy the weights of a state into the model.
 
-    The attention variant may differ: its learnable scalars then keep their initial values. Raises
-    UserError where the models differ in anything else.
+    The models may differ in what changes neither the names nor the shapes of the weights, such as
+    the attention variant, its window or RoPE's base; learnable scalars that the state lacks keep
+    their initial values. Raises UserError for any other difference.
     """
     saved = settings_before(state)
     wanted = settings_of(model.config)
     different = []
-    for key in HIDDEN:
+    for key in NOT_IN_SHAPES:
         if saved[key] != wanted[key]:
             different.append(f"{key} {saved[key]} for {wanted[key]}")
     saved_shapes = {name: tuple(x.shape) for name, x in state.model.items()}
@@ -474,7 +475,7 @@ def copy_weights(model: GPT, state: State, source: str | Path) -> None:
             different.append(f"{name} {saved_shape} for {shape}")
     if different:
         raise UserError(
-            f"{source}: its model differs: {', '.join(different[:3])} do not fit; only the "
-            "attention variant may differ, if its projections are the same"
+            f"{source}: its model differs: {', '.join(different[:3])} do not fit; only "
+            "settings without weights may differ, such as the attention variant or a window"
         )
     model.load_state_dict(state.model, strict=False)

@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from config import Config
+from config import Config, names
 from errors import UserError, discard_output, first_line
 from runtime.files import atomic_write, read_json, write_json, writing
+from runtime.hf_config import PRETRAINED
+from runtime.nanogpt import NANOGPT
+from runtime.run_folder import read_config
 
 if TYPE_CHECKING:  # importing torch takes seconds, and reading a log needs none of it
     import torch
 
     from data.loader import Documents, Loader
+    from model import GPT
     from runtime.checkpoint import Training
 
 # Repeated tokens are worth less after about four epochs (Muennighoff et al. 2023, "Scaling
@@ -254,10 +258,7 @@ def describe(
         f"{config.batch_size} x {config.block_size}), {flops:.1e} FLOP to do, step "
         f"{training.step} of {config.max_iters}",
     ]
-    by_layer = []
-    for layer in training.model.attention_layers():
-        windows = [str(attention.window or "all") for attention in layer.attentions()]
-        by_layer.append(" and ".join(windows))  # of a hybrid "all and 256"
+    by_layer = windows_by_layer(training.model)
     if len(set(by_layer)) > 1:
         lines.append(f"windows by layer: {', '.join(by_layer)}")
     if loader is not None and config.align_documents:
@@ -268,6 +269,7 @@ def describe(
         lines += describe_documents(loader.documents)
     for key, (before, now) in training.changes.items():
         lines.append(f"from step {training.step} on {key} = {now!r}, before {before!r}")
+    lines += describe_initial(config)
     lines += describe_jump(config, training)
     for key in ("window", "local_window"):
         keys = getattr(config, key)
@@ -289,6 +291,21 @@ def describe_warm_up(config: Config) -> list[str]:
         f"warning: warmup_iters = {config.warmup_iters} of max_iters = {config.max_iters} steps: "
         "the learning rate only rises"
     ]
+
+
+def describe_initial(config: Config) -> list[str]:
+    """Return a line for each setting of the model that init_from's run had otherwise."""
+    if not config.init_from or config.init_from.startswith((PRETRAINED, NANOGPT)):
+        return []
+    before = read_config(config.init_from)
+    lines = []
+    for key in names("attention", "model"):
+        if getattr(config, key) != getattr(before, key):
+            lines.append(
+                f"{key} = {getattr(config, key)!r}; {config.init_from} was trained with "
+                f"{getattr(before, key)!r}"
+            )
+    return lines
 
 
 def describe_jump(config: Config, training: "Training") -> list[str]:
@@ -329,6 +346,15 @@ def describe_documents(documents: "Documents") -> list[str]:
     for name in documents.shards_without:
         lines.append(f"warning: no document begins in {name}: each of its windows is one document")
     return lines
+
+
+def windows_by_layer(model: "GPT") -> list[str]:
+    """Return each layer's window: "256", "all" or, of a hybrid layer, "all and 256"."""
+    by_layer = []
+    for layer in model.attention_layers():
+        windows = [str(attention.window or "all") for attention in layer.attentions()]
+        by_layer.append(" and ".join(windows))
+    return by_layer
 
 
 def describe_data(config: Config, loader: "Loader | None", run_tokens: int) -> str:

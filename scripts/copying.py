@@ -2,7 +2,7 @@
 
 python -m scripts.copying RUN [RUN ...]
 python -m scripts.copying RUN [RUN ...] --lags 2048,8192,32768 --rope yarn
-python -m scripts.copying hf:NAME_OR_FOLDER --text FILES --window 1024
+python -m scripts.copying hf:NAME_OR_FOLDER --files FILES --window 1024
 
 A window is a passage of T / 4 held-out tokens (T: the training length), the text that follows it,
 and the passage again. The lag is the number of tokens from the first copy to the second. A second

@@ -4,7 +4,7 @@ python -m scripts.eval_length RUN [RUN ...] --lengths 1024,2048,4096
 python -m scripts.eval_length RUN [RUN ...] --lengths 1024,4096 --whole_documents
 python -m scripts.eval_length RUN [RUN ...] --lengths 20000 --tokens 2000000000 --per_position \
     --rope none --rope_theta 500000
-python -m scripts.eval_length hf:NAME_OR_FOLDER --text FILES --lengths 1024,4096 --window 1024
+python -m scripts.eval_length hf:NAME_OR_FOLDER --files FILES --lengths 1024,4096 --window 1024
 
 Prints a table and draws a curve for every run: loss_by_length.png in the run's folder, or for
 several runs loss_by_length_RUN_RUN.png in the folder that contains them. The last command is Figure

@@ -26,7 +26,7 @@ from errors import UserError, command
 from runtime.checkpoint import settings_of
 from runtime.device import environment
 from runtime.files import check_writable
-from runtime.log import read_metrics
+from runtime.log import read_metrics, windows_by_layer
 from scripts.common.command_line import RUN, option, parse, require
 from scripts.common.options import Options
 from scripts.common.runs import Run, load_run
@@ -175,11 +175,9 @@ def model_card(run: Run, folder: str) -> str:
         ),
         "tokenizer": f"{Path(config.tokenizer).name}, {config.text_ids:,} ids",
     }
-    layers = run.model.attention_layers()
-    windows = [attention.window for layer in layers for attention in layer.attentions()]
-    if any(windows):
-        shown_windows = ", ".join(str(window or "all keys") for window in windows)
-        rows["windows by layer"] = shown_windows
+    windows = windows_by_layer(run.model)
+    if set(windows) != {"all"}:
+        rows["windows by layer"] = ", ".join(windows)
     for key in CARD_SETTINGS:
         if getattr(config, key) != getattr(Config, key):
             rows[key] = getattr(config, key)

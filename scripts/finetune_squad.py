@@ -112,10 +112,11 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     # ---- data ----
     questions = read_squad(options.squad)
     examples = encode_all(questions, base)
+    digest = hash_of(examples)
     data = {
         "examples": len(examples),
         "left_out": len(questions) - len(examples),
-        "sha256": hash_of(examples),
+        "sha256": digest,
         "epochs": options.epochs,
         "began_with": weights.id,
     }
@@ -137,7 +138,9 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
         state = checkpoint.load_to_resume(out, config)
     optimizers = build_optimizers(model, config)
     scaler = build_scaler(device, options.torch_dtype)
-    training = Training(model, options.torch_dtype, optimizers, scaler)
+    # so that train.py does not continue this run on its shards
+    identity = {"training shards": digest}
+    training = Training(model, options.torch_dtype, optimizers, scaler, data=identity)
     if state is not None:
         training.restore(state, config)
 

@@ -240,6 +240,20 @@ def test_blocks_are_small_and_recomputed_where_scores_are_many(
     assert len(rows) == times * len(rows_of_blocks)
 
 
+def test_recomputed_blocks_draw_the_same_random_numbers(monkeypatch):
+    """In the forward pass and the backward pass, for a variant such as one with dropout."""
+    monkeypatch.setattr(blocked, "KEEP_SCORES", 0)
+    dropout = Variant(attention.EXP, reweight=lambda A, rows: F.dropout(A, 0.5))
+    monkeypatch.setitem(VARIANTS, "dropout", dropout)
+    attn = build_attention(small_config("softmax.py", "--attention=dropout"), layer=0).double()
+    q, k, _ = draw(8, 8)
+    v = torch.eye(8, dtype=torch.float64).expand(2, 2, 8, 8).clone().requires_grad_()
+    weights = attn(q, k, v)
+    gradient = torch.linspace(-1, 2, 256, dtype=torch.float64).view(2, 2, 8, 8)
+    weights.backward(gradient)
+    assert_near(v.grad, weights.detach().mT @ gradient)
+
+
 # ---- windows and paths ----
 
 

@@ -19,7 +19,7 @@ from layers.build import build_model
 from scripts import export_hf
 from scripts.common.options import Options
 from scripts.common.runs import load_run
-from tests.helpers import ROWS, saved_run, small_model
+from tests.helpers import ROWS, saved_run, small_config, small_model
 from tests.runs import ROOT, metrics
 from tests.test_data_tokenizer import TEXTS, random_texts
 
@@ -477,6 +477,9 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, c
     assert "\n# mine\n" in card
     assert "| windows by layer | 8, 8 |" in card
     assert "| qk_norm | True |" in card
+    hybrid = build_model(small_config("hybrid_ssmax.py"))
+    card = export_hf.model_card(replace(run, model=hybrid), "model")
+    assert "| windows by layer | all and 256, all and 256 |" in card
 
 
 @torch.no_grad()

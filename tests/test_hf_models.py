@@ -146,7 +146,7 @@ def small_tiles(monkeypatch):
 def test_losses_and_the_window_are_those_of_a_plain_loop(folder, text_file, call, capsys):
     name = f"hf:{folder}"
     arguments = ["--lengths=16,64", "--window=16", "--tokens=256", "--per_position"]
-    call(eval_length, name, "--text", text_file, *arguments)
+    call(eval_length, name, "--files", text_file, *arguments)
     result, control = results(folder)
     assert result["window"] is None
     assert control["window"] == 16
@@ -178,7 +178,7 @@ def test_a_window_of_the_whole_length_changes_nothing(folder, text_file):
         options = eval_length.LossOptions(
             lengths=(64,),
             tokens=256,
-            text=[str(text_file)],
+            files=[str(text_file)],
             window=window,
             no_control=True,
         )
@@ -192,7 +192,7 @@ def test_a_window_of_the_whole_length_changes_nothing(folder, text_file):
 def test_in_one_layer_a_window_reads_each_position_with_its_last_keys_alone(save, text_file):
     folder = save("Llama", num_hidden_layers=1)
     model = read_model(f"hf:{folder}", 16)
-    options = eval_length.LossOptions(window=9, text=[str(text_file)])
+    options = eval_length.LossOptions(window=9, files=[str(text_file)])
     run = load_run(model, options)
     tokens = tokens_in(text_file)
     x = tokens[None, :64]
@@ -211,7 +211,7 @@ def test_in_one_layer_a_window_reads_each_position_with_its_last_keys_alone(save
 def test_the_worth_of_a_copy(folder, text_file, call, capsys):
     """Of the second of three passages, by hand: T = 16, passages of 4, a lag of 32."""
     name = f"hf:{folder}"
-    call(copying, name, "--text", text_file, "--window=16", "--passages=3", "--lags=32")
+    call(copying, name, "--files", text_file, "--window=16", "--passages=3", "--lags=32")
     result, control = json.loads((folder / "copying.json").read_text())
     assert list(result["parts"]) == ["4", "8", "12", "32"]
     assert f"{name}, sliding window of 16, 3 passages of 4 tokens" in capsys.readouterr().out
@@ -284,7 +284,7 @@ def test_nothing_is_measured_twice_whatever_the_window(save, text_file, call, mo
     def measured_windows(texts, *options):
         """The window of each measurement that a call makes."""
         windows.clear()
-        call(eval_length, f"hf:{folder}/", "--text", *texts, "--lengths=16,64", *options)
+        call(eval_length, f"hf:{folder}/", "--files", *texts, "--lengths=16,64", *options)
         return windows
 
     # of 16 and 64 tokens; max_position_embeddings is 32
@@ -312,7 +312,7 @@ def test_what_sdpa_leaves_out_is_computed(save, text_file):
     tokens = tokens_in(text_file)[None]
     x = tokens[:, :64]
     y = tokens[:, 1:65]
-    options = eval_length.LossOptions(text=[str(text_file)])
+    options = eval_length.LossOptions(files=[str(text_file)])
     for name, settings in (
         ("Gemma2", {"attn_logit_softcapping": 0.1, "sliding_window": 12}),
         ("GptOss", {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1}),
@@ -328,7 +328,7 @@ def test_what_sdpa_leaves_out_is_computed(save, text_file):
 def test_another_scaling_of_rope(save, text_file, scaling, kind):
     folder = save("Llama", max_position_embeddings=16)
     options = eval_length.LossOptions(
-        text=[str(text_file)],
+        files=[str(text_file)],
         rope=scaling,
         rope_factor=4.0,
         rope_theta=500.0,
@@ -364,7 +364,7 @@ def test_a_window_begins_with_what_the_tokenizer_puts_before_a_text(save, text_f
         special_tokens=[("<|endoftext|>", 256)],
     )
     tokenizer.save_pretrained(folder)
-    options = eval_length.LossOptions(text=[str(text_file)])
+    options = eval_length.LossOptions(files=[str(text_file)])
     run = load_run(read_model(f"hf:{folder}", 16), options)
     tokens = tokens_in(text_file)[None]
     x = tokens[:, 5:25]
@@ -425,7 +425,7 @@ def test_no_code_of_a_model_is_run(save, text_file, call, refused, monkeypatch):
     settings["auto_map"] = {"AutoConfig": "code.NewConfig"}
     config_file.write_text(json.dumps(settings))
     monkeypatch.setattr("builtins.input", lambda question: "y")
-    arguments = ("--text", text_file, "--lengths=16")
+    arguments = ("--files", text_file, "--lengths=16")
     refused(call, eval_length, f"hf:{folder}", *arguments, says="contains custom code")
 
 
@@ -434,7 +434,7 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
     gpt2 = f"hf:{save('GPT2')}"
     bert = f"hf:{save('Bert', max_position_embeddings=256)}"
     mamba = f"hf:{save('Mamba', state_size=4, max_position_embeddings=None)}"
-    text = ["--text", text_file, "--lengths=16,256", "--window=16"]
+    text = ["--files", text_file, "--lengths=16,256", "--window=16"]
     (tmp_path / "empty").mkdir()
     for arguments, says in (
         ([name, "--lengths=16"], "has no text: give it text files, or --data_dir SHARDS"),
@@ -447,10 +447,10 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
         ([name, *text, "--rope=yarn"], "needs --rope_factor N"),
         ([gpt2, *text], "a length of 256 is beyond its learned positions, which end at max_"),
         ([gpt2, *text, "--rope=yarn"], "no RoPE"),
-        ([mamba, "--text", text_file], "has no max_position_embeddings: --window N says"),
+        ([mamba, "--files", text_file], "has no max_position_embeddings: --window N says"),
         ([bert, *text], "gives other logits, as of an attention that is not causal"),
         ([mamba, *text], "sees more than the keys of a window"),
-        ([name, "--text", tmp_path / "none.txt"], "none.txt cannot be read as text"),
+        ([name, "--files", tmp_path / "none.txt"], "none.txt cannot be read as text"),
         ([f"hf:{tmp_path}/empty", *text], "cannot be loaded: Unrecognized model"),
         ([f"hf:{tmp_path}/none", *text], "cannot be loaded"),
     ):
@@ -472,7 +472,7 @@ def test_a_model_of_the_hub_is_known_by_its_commit(save, text_file, call, tmp_pa
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    call(eval_length, "hf:team/model", "--text", text_file, "--lengths=64", "--tokens=64")
+    call(eval_length, "hf:team/model", "--files", text_file, "--lengths=64", "--tokens=64")
     results_folder = tmp_path / "out/team/model"
     result, control = results(results_folder)
     assert result["sha256"] == commit

@@ -18,7 +18,7 @@ BFLOAT16 = ("--dtype=bfloat16", "--compile=True")
 @pytest.fixture
 def gpu(monkeypatch):
     """Sets the memory of the GPU, in GB."""
-    monkeypatch.setattr(memory, "pick_compile", lambda setting, device: setting)
+    monkeypatch.setattr(memory, "pick_compile", lambda setting, device, slow: setting)
 
     def set_memory(gigabytes):
         properties = SimpleNamespace(total_memory=gigabytes * 1e9)

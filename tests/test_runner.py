@@ -44,7 +44,7 @@ def test_every_option_comes_from_the_command_line():
         whole_documents=True,
         no_control=True,
         documents="trained",
-        text=["a.txt", "b.txt"],
+        files=["a.txt", "b.txt"],
         rope="yarn",
         rope_factor=2.5,
         rope_theta=500000.0,
@@ -64,8 +64,8 @@ def test_every_option_comes_from_the_command_line():
         assert value != field.default, field.name
         if value is True:
             argv.append(f"--{field.name}")
-        elif field.name == "text":
-            argv += ["--text", *value]
+        elif field.name == "files":
+            argv += ["--files", *value]
         elif isinstance(value, tuple):  # in any order: lengths are sorted
             argv.append(f"--{field.name}={','.join(map(str, reversed(value)))}")
         else:
@@ -379,6 +379,7 @@ def test_labels_name_the_settings_in_which_runs_differ(tmp_path):
         "prope, rope_theta 500000",
     ]
     assert labels({}, {}) == ["0", "1"]
+    assert labels({"name": "a" * 50}) == ["a" * 50]
     assert labels({"name": "a" * 50}) == ["a" * 50]
     assert labels({}, {"data_dir": "a" * 50}) == ["0", "1"]
 

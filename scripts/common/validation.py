@@ -69,10 +69,10 @@ class ControlOptions(TextOptions):
     """Options of an evaluation that measures every run beside its `sliding_window`."""
 
     no_control: bool = option(False, "skip the sliding-window control of each run")
-    text: list[str] | None = option(None, "text files to measure hf: models on", **FILES)
+    files: list[str] | None = option(None, "text files to measure hf: models on", **FILES)
 
     def text_files(self) -> list[str]:
-        return self.text or []
+        return self.files or []
 
 
 def sliding_window(
