@@ -176,31 +176,6 @@ def test_a_rank_without_a_world_is_refused(train, refused, monkeypatch):
     refused(train, "run", says="RANK = 1 must be below WORLD_SIZE = 1")
 
 
-TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-
-
-@pytest.mark.parametrize(
-    "given, says",
-    [
-        (("WORLD_SIZE",), "RANK and MASTER_ADDR and MASTER_PORT not set: start the processes"),
-        (("WORLD_SIZE", "RANK", "MASTER_ADDR"), "WORLD_SIZE = 2, but MASTER_PORT not set"),
-        (("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "but RANK not set"),
-    ],
-)
-def test_a_process_that_torchrun_did_not_start_is_refused(train, refused, monkeypatch, given, says):
-    """It would train on its share of each step alone, and say nothing."""
-    for name in given:
-        monkeypatch.setenv(name, TORCHRUN[name])
-    refused(train, "run", says=says)
-    if "RANK" not in given:
-        train("run", "--dry_run")  # plans for so many processes
-
-
-def test_a_rank_without_a_world_is_refused(train, refused, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    refused(train, "run", says="RANK = 1 must be below WORLD_SIZE = 1")
-
-
 def test_an_error_under_nccl_leaves_the_group_open(monkeypatch):
     """Closing it would wait for the other ranks, which wait for this one."""
     closed = []

@@ -199,10 +199,6 @@ def test_what_would_compute_another_attention_is_refused(build):
         attend(attention, q, k, v[..., :6], None)
     with pytest.raises(UserError, match="multi-head latent attention is not supported"):
         attend(attention, *torch.randn(3, 1, 4, 5, 16), None)
-    with pytest.raises(UserError, match="have 8 numbers and its values 6, where both must have 8"):
-        attend(attention, q, k, v[..., :6], None)
-    with pytest.raises(UserError, match="multi-head latent attention is not supported"):
-        attend(attention, *torch.randn(3, 1, 4, 5, 16), None)
     attention.attention_dropout = 0.1
     model(x)
     model.train()

@@ -380,7 +380,6 @@ def test_labels_name_the_settings_in_which_runs_differ(tmp_path):
     ]
     assert labels({}, {}) == ["0", "1"]
     assert labels({"name": "a" * 50}) == ["a" * 50]
-    assert labels({"name": "a" * 50}) == ["a" * 50]
     assert labels({}, {"data_dir": "a" * 50}) == ["0", "1"]
 
 

@@ -304,10 +304,11 @@ def test_initial_weights_that_are_not_finite_are_refused(train, refused, tmp_pat
     refused(train, "new", start, says=("initial weights are not finite", "nan.pt"))
 
 
-def test_init_from_another_variant(train, refused):
+def test_init_from_another_variant(train, refused, capsys):
     first = train("first", "configs/softmax.py")
     arguments = ("configs/ssmax.py", "--s_init=0.5", "--max_iters=0", f"--init_from={first}")
     second = train("second", *arguments)
+    assert f"attention = 'ssmax'; {first} was trained with 'softmax'\n" in capsys.readouterr().out
     old = weights(first)
     new = weights(second)
     added = new.keys() - old.keys()
