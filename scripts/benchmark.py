@@ -130,7 +130,12 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         "--phases",
         help=f"what to measure, from {','.join(PHASES)} (train,eval; with plain: train)",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="steps per model (%(default)s)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="rounds per model: of one step, on a GPU of four (%(default)s)",
+    )
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="write the figures to this JSON file"
     )

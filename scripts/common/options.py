@@ -49,7 +49,7 @@ class Options(LoadingOptions):
         None, "a query sees at most this many last keys, in any layer"
     )
     attention: str | None = option(
-        None, "evaluate with another variant; it re-weights only with --p"
+        None, "evaluate with another variant; it re-weights with --p or, if it needs p, the run's"
     )
     p: float | None = option(None, "another power of the re-weighting")
     attention_impl: str = option("auto", "attention path", choices=choices("attention_impl"))

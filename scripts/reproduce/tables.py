@@ -205,8 +205,8 @@ TEXT_AND_RECALL_NOTE = (
 )
 # Attention within documents, for a model that also learns to recall from a whole window.
 DOCUMENTS_AND_RECALL = (
-    *(entry for entry in all_entries(DOCUMENTS) if not entry.settings["align_documents"]),
-    *(replace(entry, view="plain_rope") for entry in DOCUMENTS["hybrid_ssmax"][:2]),
+    *all_entries(DOCUMENTS),
+    *(replace(entry, view="plain_rope") for entry in DOCUMENTS["hybrid_ssmax"]),
 )
 COPIES = (
     *TEXT_AND_RECALL,
@@ -484,7 +484,10 @@ EXPERIMENTS = {
         values=all_accuracies,
         better="higher",
         task="language+recall",
-        note=f"`apart`: trained with document_mask, `joined`: without. {TEXT_AND_RECALL_NOTE}",
+        note=(
+            "`apart`: trained with document_mask, `joined`: without; `aligned`: with "
+            f"align_documents in the steps of text. {TEXT_AND_RECALL_NOTE}"
+        ),
     ),
     "copying": Experiment(
         title="Worth of an earlier copy of a passage, by lag",
