@@ -395,7 +395,7 @@ def load_to_resume(run: Path, config: Config) -> State:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
                 f"{now.get(key)!r}; a new run from its weights: train.py {run}/config.json "
-                f"--init_from={run} --out_dir=NEW"
+                f"--{key}={now.get(key)} --init_from={run} --out_dir=NEW"
             )
     if config.max_iters < state.step:
         raise UserError(f"{run} has {state.step} steps: max_iters = {config.max_iters} is fewer")

@@ -266,7 +266,7 @@ def describe(
             f"windows begin at a document: {loader.cropped:.1%} of the training tokens are cropped"
         )
     if loader is not None and loader.documents is not None:
-        lines += describe_documents(loader.documents)
+        lines += describe_documents(loader.documents, has_windows=set(by_layer) != {"all"})
     for key, (before, now) in training.changes.items():
         lines.append(f"from step {training.step} on {key} = {now!r}, before {before!r}")
     lines += describe_initial(config)
@@ -337,11 +337,12 @@ def faster_dtype(config: Config, device: "torch.device") -> list[str]:
     ]
 
 
-def describe_documents(documents: "Documents") -> list[str]:
+def describe_documents(documents: "Documents", has_windows: bool) -> list[str]:
     low, median, high = documents.n_quartiles
+    limit = ", where no attention window limits it" if has_windows else ""
     lines = [
         f"a window has {documents.per_window:.1f} documents on average; n, the keys of a row's "
-        f"document up to its own, is {low:,}, {median:,} and {high:,} at its quartiles"
+        f"document up to its own, is {low:,}, {median:,} and {high:,} at its quartiles{limit}"
     ]
     for name in documents.shards_without:
         lines.append(f"warning: no document begins in {name}: each of its windows is one document")

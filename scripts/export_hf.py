@@ -128,6 +128,7 @@ def transformers_model(run: Run) -> Any:
     # the settings on which results depend
     settings = settings_of(config) | {"vocab_size": config.text_ids}
     del settings["document_mask"]  # document_start says it
+    del settings["align_documents"]  # of training
     for key in MAY_CHANGE - {"batch_size"}:  # with which total_batch_size must agree
         del settings[key]
     values: dict[str, Any] = {

@@ -32,7 +32,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from config import Config, NonNegativeInt, PositiveInt
@@ -268,16 +267,15 @@ def fetch_batch(
 
 def tensors(batch: list[Example], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return inputs and targets [B, L], padded on the right; targets are the answers' tokens."""
-    inputs = []
-    targets = []
-    for example in batch:
+    L = max(len(example.tokens) for example in batch) - 1
+    x = torch.empty(len(batch), L, dtype=torch.int64)
+    y = torch.full_like(x, IGNORED)
+    for row, example in enumerate(batch):
         tokens = torch.from_numpy(example.tokens.astype(np.int64))
-        target = tokens[1:].clone()
-        target[: len(target) - example.answer_length] = IGNORED
-        inputs.append(tokens[:-1])
-        targets.append(target)
-    x = pad_sequence(inputs, batch_first=True)
-    y = pad_sequence(targets, batch_first=True, padding_value=IGNORED)
+        end = len(tokens) - 1
+        x[row, :end] = tokens[:-1]
+        x[row, end:] = x[row, end - 1]  # any other id could be end-of-text, which begins a document
+        y[row, end - example.answer_length : end] = tokens[-example.answer_length :]
     return x.to(device), y.to(device)
 
 

@@ -187,7 +187,7 @@ def grade(needle: Needle, text: str) -> str:
 def needle_scores(run: Run, needle: Needle) -> Tensor:
     """Attention from the prompt's last token to the needle's span, [layers, H]."""
     # padded for the answer as in generation, so that RoPE scaling and L see the same length
-    idx = torch.tensor([needle.prompt + [0] * ANSWER_TOKENS], device=run.device)
+    idx = torch.tensor([needle.prompt + needle.prompt[-1:] * ANSWER_TOKENS], device=run.device)
     last = slice(len(needle.prompt) - 1, len(needle.prompt))
     with run.autocast():
         layers = layer_attention_weights(

@@ -396,7 +396,10 @@ def test_a_compiled_run_agrees(train, documents, monkeypatch):
 def test_a_resumed_run_keeps_its_mask(train, documents, refused):
     settings = ("configs/ssmax.py", f"--data_dir={documents}", "--max_iters=1")
     train("run", *settings)
-    says = "was trained with document_mask = False, so it cannot be resumed with True"
+    says = (
+        "was trained with document_mask = False, so it cannot be resumed with True",
+        "/config.json --document_mask=True --init_from=",
+    )
     refused(train, "run", *settings, "--resume", "--document_mask", says=says)
 
 

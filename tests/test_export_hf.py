@@ -311,6 +311,10 @@ def test_masks_that_are_no_padding_are_refused(tmp_path):
     hole[1, 5] = 0
     with pytest.raises(ValueError, match="has zeros between the tokens of a row"):
         model(ids, attention_mask=hole)
+    numbered = torch.ones_like(mask)
+    numbered[:, 7:] = 2
+    with pytest.raises(ValueError, match="values other than 0 and 1: position_ids that restart"):
+        model(ids, attention_mask=numbered)
     causal = torch.ones(4, 1, 20, 20).tril()
     with pytest.raises(ValueError, match=r"must be \[4, 20\], 1 for .* and is \[4, 1, 20, 20\]"):
         model(ids, attention_mask=causal)
@@ -355,7 +359,7 @@ def test_positions_count_the_tokens_of_a_document(tmp_path):
 def test_a_model_with_document_mask_reads_documents_from_its_ids(words_file, tmp_path):
     """And from its positions; the tokenizer's file is not needed."""
     copied = shutil.copy(words_file, tmp_path / "words.json")
-    case = f"ssmax.py --document_mask --tokenizer={copied}"
+    case = f"ssmax.py --document_mask --align_documents --tokenizer={copied}"
     run = open_run(tmp_path / "run", case)
     target = tmp_path / "hf"
     export(run.path, target)
@@ -369,6 +373,10 @@ def test_a_model_with_document_mask_reads_documents_from_its_ids(words_file, tmp
     x[0, [7, 15]] = end_of_text
     x[1, 3] = end_of_text
     assert_close(model(x).logits, run.model(x), rtol=0, atol=1e-5)
+    # end-of-text at the end of a row may be padding: lm-eval pads with id 0, without a mask
+    padded = torch.tensor([[6, 1, 2, 6, 6, 6], [1, 6, 6, 1, 2, 3]])
+    starts = model.document_starts(padded, None, None, None)
+    assert starts.int().tolist() == [[1, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0]]
     generated = model.generate(x, **GREEDY)
     for use_cache in (True, False):
         text = model.generate(x[:1, 15:], use_cache=use_cache, **GREEDY)

@@ -45,6 +45,13 @@ def test_windows_inside_documents(tmp_path):
     with pytest.raises(UserError, match="179 in the longest document, but .* multiple of 256"):
         stretches((256,), 10**6, config, whole_documents=True)
 
+    without = tmp_path / "without"
+    without.mkdir()
+    write_shard(without / "text_val_000000.bin", np.zeros(300, np.uint16))
+    config = config.replace(data_dir=str(without))
+    with pytest.raises(UserError, match="no document begins in this text"):
+        stretches((8,), 10**6, config, whole_documents=True)
+
 
 def pieces(text, starts, length):
     """The tokens from each start on, [starts, length]."""

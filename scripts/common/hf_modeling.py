@@ -192,6 +192,10 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
             cache.next_position = positions[:, -1:] + 1
         if self.gpt.document_start is not None:
             is_start |= is_token & (input_ids == self.gpt.document_start)
+            if attention_mask is None and cache is None:
+                # lm-eval pads on the right with id 0, without a mask: this is one document
+                is_end = (input_ids == self.gpt.document_start).flip(1).cummin(1).values.flip(1)
+                is_start[:, 1:] &= ~is_end[:, :-1]
         return is_start if is_padded or is_start.any() else None
 
     def _prepare_attention_mask_for_generation(  # type: ignore[override]
@@ -222,6 +226,11 @@ def check_padding(attention_mask: Tensor, shape: torch.Size, generates: bool) ->
             f"padding, and is {list(attention_mask.shape)}"
         )
     is_token = attention_mask.bool()
+    if (attention_mask != is_token).any():
+        raise ValueError(
+            "attention_mask has values other than 0 and 1: position_ids that restart from 0 tell "
+            "documents apart"
+        )
     runs = (F.pad(is_token.int(), (1, 0)).diff() > 0).sum(1)  # of tokens, in each row
     if (runs > 1).any():
         raise ValueError("attention_mask has zeros between the tokens of a row: pad beside them")

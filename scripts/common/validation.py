@@ -151,7 +151,12 @@ def stretches(
     tokens = checked_tokens(config, sys.maxsize if whole_documents else wanted)
     bounds = {0, len(tokens)}
     if whole_documents:  # a document begins with end-of-text
-        bounds.update(np.flatnonzero(tokens == config.end_of_text).tolist())
+        begins = np.flatnonzero(tokens == config.end_of_text).tolist()
+        if not begins:
+            raise UserError(
+                f"{config.data_dir}: no document begins in this text: it has no end-of-text token"
+            )
+        bounds.update(begins)
     starts: list[int] = []
     longest = 0
     for begin, end in itertools.pairwise(sorted(bounds)):
