@@ -155,9 +155,11 @@ def resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
     meta = shards.read_meta(out_dir)
     if not any(out_dir.glob("*.bin")):
         return wanted
-    remedy = "use another --out_dir, or delete the folder to make it again"
     if meta is None:
-        raise UserError(f"{out_dir}: holds shards that this command did not make; {remedy}")
+        raise UserError(
+            f"{out_dir}: holds .bin files that this command did not make; use another --out_dir"
+        )
+    remedy = "use another --out_dir, or delete the folder to make it again"
     for key in ("tokenizer", "shard_size", "repeat", "split_at"):
         before = meta.get(key)
         now = wanted.get(key)

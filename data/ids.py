@@ -76,7 +76,7 @@ def copy_ids(args: argparse.Namespace) -> None:
         raise UserError("ids need files of ids for validation too: train.bin --val val.bin")
     if args.repeat or args.skip_nulls or args.split_at is not None:
         raise UserError("--repeat, --skip_nulls and --split_at are for text: ids stay as they are")
-    folder = Path(args.paths[0]).resolve().parent
+    folder = Path(args.paths[0]).absolute().parent
     meta_pkl = folder / META_PKL
     with tempfile.TemporaryDirectory() as temporary:
         if meta_pkl.is_file():

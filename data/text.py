@@ -84,7 +84,7 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
     are folders whose name is in `without`. Raises UserError if a path is missing, or is a file of
     another type.
     """
-    names: dict[Path, str] = {}
+    found: dict[Path, tuple[str, Path]] = {}  # by the file that links lead to
     for path in map(Path, paths):
         if path.is_dir():
             for parent, folders, files in os.walk(path):
@@ -93,14 +93,14 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
                 for name in files:
                     file = Path(parent, name)
                     if name[0] != "." and name.endswith(SUFFIXES) and file.is_file():
-                        names[file.resolve()] = file.relative_to(path).as_posix()
+                        found[file.resolve()] = (file.relative_to(path).as_posix(), file)
         elif not path.is_file():
             raise UserError(f"{path}: no such file or folder")
         elif not path.name.endswith(SUFFIXES):
             raise UserError(f"{path}: files must end in one of {' '.join(SUFFIXES)}")
         else:
-            names[path.resolve()] = path.name
-    return sorted((name, path) for path, name in names.items())
+            found[path.resolve()] = (path.name, path)
+    return sorted(found.values())
 
 
 def list_stdlib() -> Files:
@@ -329,7 +329,8 @@ def print_names(split: str, sources: list[Source]) -> None:
     names = [source.part + source.name for source in sources[:NAMED]]
     if len(sources) > NAMED:
         names.append(f"and {len(sources) - NAMED} more")
-    print(f"{split}: {', '.join(names)}")
+    shown = ", ".join(names).encode(errors="backslashreplace").decode()  # not all are UTF-8
+    print(f"{split}: {shown}")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ def load_config(arguments: list[str]) -> Config:
             require_known_setting(key, "the command line")
             if not equals and bool not in TYPES[key]:
                 raise UserError(f"--{key} needs a value: --{key}=VALUE")
+            if text.startswith("~"):  # which a shell expands only at the start of a word
+                text = os.path.expanduser(text)
             overrides[key] = parse(key, text if equals else "True")
         else:
             file = Path(argument)
@@ -64,7 +66,8 @@ def load_config(arguments: list[str]) -> Config:
         run = overrides.get("out_dir", "")
         if not files and os.path.isfile(os.path.join(run, "config.json")):
             values = read_run(run)
-        values.pop("init_from", None)  # the run has begun
+        if not any(file.suffix == ".py" for file in files):
+            values.pop("init_from", None)  # a run's settings have the sizes of its model
     values |= overrides
     config = Config(**values | pretrained_settings(values))
     return config.replace(

@@ -245,27 +245,38 @@ def usage(device: torch.device, flops_per_s: float) -> dict[str, float]:
 
 # ---- what is recorded with every run and result ----
 
+# A patch that `git apply` takes, whatever the user's configuration of git.
+PATCH = (
+    "--binary",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--no-color",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
+)
+
 
 def environment(device: str = "auto") -> dict[str, Any]:
     """Return versions, the commit, and the machine: the GPU's name, or the CPU's."""
     picked = pick_device(device)
     on_gpu = picked.type == "cuda"
     commit = git("rev-parse", "HEAD")
+    changes = git("status", "--porcelain", "--untracked-files=no")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": torch.cuda.get_device_name(picked) if on_gpu else cpu_name(),
         "processors": os.cpu_count(),
         "commit": None if commit is None else commit.decode().strip(),
-        "modified": bool(git("status", "--porcelain", "--untracked-files=no") or untracked()),
+        "modified": None if changes is None else bool(changes or untracked()),
     }
 
 
 def uncommitted() -> bytes:
     """A patch from the commit to the code of this process: changes, and untracked .py files."""
-    patch = git("diff", "--binary", "HEAD") or b""
+    patch = git("diff", *PATCH, "HEAD") or b""
     for path in untracked():
-        patch += git("diff", "--binary", "--no-index", "/dev/null", path) or b""
+        patch += git("diff", *PATCH, "--no-index", "/dev/null", path) or b""
     return patch
 
 
@@ -278,7 +289,9 @@ def untracked() -> list[str]:
 def git(*arguments: str) -> bytes | None:
     """What git prints for this repository; None if it fails, as in a copy without history."""
     try:
-        run = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True)
+        # in a container the repository may be another user's
+        command = ("git", "-c", "safe.directory=*", *arguments)
+        run = subprocess.run(command, cwd=ROOT, capture_output=True)
     except OSError:
         return None
     return run.stdout if run.returncode <= 1 else None  # 1: `diff --no-index` found differences

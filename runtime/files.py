@@ -57,16 +57,21 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-            # The rename itself is only durable once the folder is on disk too.
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_folder(path.parent)
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
             raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the renames in a folder durable, where its file system can, as SMB shares cannot."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def delete_abandoned(temporary: Path) -> None:

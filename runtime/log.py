@@ -4,8 +4,8 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -115,7 +115,17 @@ class Log:
     def send(self, values: dict[str, float]) -> None:
         """Send values to wandb, which joins those of one step, unless it already has the step."""
         if self.wandb and values["step"] >= self.wandb.starting_step:
-            self.wandb.log(values, step=values["step"])
+            with self.without_wandb_on_error():
+                self.wandb.log(values, step=values["step"])
+
+    @contextmanager
+    def without_wandb_on_error(self) -> Iterator[None]:
+        """Go on without wandb where its process has died, as by a signal to all processes."""
+        try:
+            yield
+        except Exception as error:  # wandb's, or of the connection to its process
+            self.wandb = None
+            say(f"wandb has stopped ({first_line(error)}): metrics.jsonl has every step")
 
     def sync(self) -> None:
         """Sync metrics.jsonl to disk, so that it is never behind a checkpoint."""
@@ -126,7 +136,8 @@ class Log:
     def finish(self) -> None:
         """Close wandb's run. If the process ends without it, wandb marks the run as failed."""
         if not self.quiet and self.wandb:
-            self.wandb.finish()
+            with self.without_wandb_on_error():
+                self.wandb.finish()
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -178,6 +189,7 @@ def wandb_settings(config: Config) -> Any:
         run_name="/".join(run.parts[-2:]),
         root_dir=str(run),
         init_timeout=8,
+        finish_timeout=config.timeout / 2,  # the other ranks wait for the upload
         silent=True,
         resume="allow",
     )
@@ -214,9 +226,15 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
         return None
     import wandb
 
-    if wandb_mode(config) == "auto" and not wandb.login(prompt=False, verify=False):
-        say("wandb is off: `wandb login` or --wandb_mode=offline turns it on")
-        return None
+    if wandb_mode(config) == "auto":
+        try:
+            has_key = wandb.login(prompt=False, verify=False)
+        except wandb.errors.Error as error:  # WANDB_API_KEY is not of a key's form
+            say(f"wandb is off: {first_line(error)}")
+            return None
+        if not has_key:
+            say("wandb is off: `wandb login` or --wandb_mode=offline turns it on")
+            return None
     path = run / "wandb.json"
     saved = read_json(path, dict[str, str]) if resumed else None
     init = partial(

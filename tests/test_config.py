@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -176,6 +177,7 @@ def test_command_line_values(arguments, key, value):
         (["--out_dir=runs/{attention}_{n_layer}x{n_embd}_{seed}"], "runs/softmax_12x768_1337"),
         ([at("lssar_p3.py"), "--p=7", "--out_dir=out/p{p}_{learning_rate}"], "out/p7_0.0006"),
         (["--out_dir=out/{{p}}"], "out/{p}"),
+        (["--out_dir=~/runs"], os.path.expanduser("~/runs")),
     ],
 )
 def test_out_dir(arguments, out_dir):

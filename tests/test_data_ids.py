@@ -125,6 +125,15 @@ def test_characters(tmp_path, monkeypatch, refused):
     assert tokenizer.decode(train) == "".join(CHARACTERS[i] for i in train)
     with pytest.raises(UserError, match="cannot encode 'z'"):
         tokenizer.encode("z")
+    links = tmp_path / "links"
+    links.mkdir()
+    for name in ("train.bin", "val.bin"):
+        (links / name).symlink_to(tmp_path / "shakespeare_char" / name)
+    (tmp_path / "shakespeare_char/meta.pkl").rename(links / "meta.pkl")  # beside the links
+    text.main([str(links / "train.bin"), "--val", str(links / "val.bin")])
+    assert np.array_equal(tokens(tmp_path / "data/links", "train"), train)
+    check_tokenizer(tmp_path / "data/links", file)
+    (links / "meta.pkl").rename(tmp_path / "shakespeare_char/meta.pkl")
     before = contents(out)
     text.main(arguments)  # the same file again
     assert contents(out) == before

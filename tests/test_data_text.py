@@ -316,3 +316,25 @@ def test_byte_order_marks(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfa")
     for name in ("x.jsonl", "x.txt"):
         assert read_all(*inspect((name, tmp_path / name))) == ["a"]
+
+
+def test_links_are_read_by_their_names(folder, tmp_path):
+    """As in the cache of Hugging Face's hub, where files have no suffix; each file once."""
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    blob = tmp_path / "blobs/9f86"
+    blob.parent.mkdir()
+    blob.write_text('{"text": "one"}\n{"text": "two"}\n')
+    (linked / "a.jsonl").symlink_to(blob)
+    (linked / "b.jsonl").symlink_to(blob)
+    (source,) = text.inspect(text.list_files([linked]), Rules("text"))
+    assert read_all(source) == ["one", "two"]
+
+
+def test_a_name_that_is_not_utf8_is_printed(capsys, tmp_path, folder):
+    name = os.fsdecode(b"caf\xe9.txt")
+    source = inspect(("a.txt", folder / "00.txt"))[0]
+    text.print_names("training", [replace(source, name=name)])
+    printed = capsys.readouterr().out
+    printed.encode()  # raises for a surrogate
+    assert printed == "training: caf\\udce9.txt\n"

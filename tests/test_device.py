@@ -194,6 +194,32 @@ def repository(tmp_path, monkeypatch):
     return root
 
 
+@pytest.mark.parametrize(
+    "setting", ["diff.external=/bin/echo", "color.ui=always", "diff.noprefix=true"]
+)
+def test_a_patch_does_not_depend_on_the_users_configuration_of_git(repository, tmp_path, setting):
+    git(repository, "config", *setting.split("="))
+    (repository / "model.py").write_text("changed\n")
+    (repository / "mine.py").write_text("mine\n")
+    patch = tmp_path / "patch"
+    patch.write_bytes(device.uncommitted())
+    (repository / "mine.py").unlink()
+    git(repository, "checkout", "model.py")
+    git(repository, "apply", patch)
+    assert (repository / "model.py").read_text() == "changed\n"
+    assert (repository / "mine.py").read_text() == "mine\n"
+
+
+def test_a_repository_of_another_user(repository, monkeypatch):
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert device.environment()["commit"]
+    (repository / "mine.py").touch()
+    assert device.environment()["modified"]
+    monkeypatch.setattr(device, "ROOT", repository.parent)
+    assert device.environment()["commit"] is None
+    assert device.environment()["modified"] is None
+
+
 def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     run = tmp_path / "run"
     run.mkdir()

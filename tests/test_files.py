@@ -1,5 +1,9 @@
 """Files that are whole or not there, and the lock of a folder."""
 
+import errno
+import os
+import stat
+
 import pytest
 
 from errors import UserError
@@ -47,6 +51,19 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     says = "no file can be written there: File name too long"
     with pytest.raises(UserError, match=says), files.lock_folder(too_long, "testing"):
         pass
+
+
+def test_a_network_share_that_cannot_sync_folders(tmp_path, monkeypatch):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    files.write_json(tmp_path / "file.json", 1)
+    assert files.read_json(tmp_path / "file.json") == 1
 
 
 def test_nothing_is_written_through_a_link(tmp_path, monkeypatch):

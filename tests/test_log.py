@@ -156,3 +156,32 @@ def test_a_resumed_run_sends_wandb_every_step_once(tmp_path, monkeypatch):
     ]
     assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": "x1"}
     assert metrics(tmp_path) == dict.fromkeys(range(6), 1.0)
+
+
+def test_a_run_goes_on_where_wandbs_process_has_died(tmp_path, monkeypatch, capsys):
+    """As a signal to all processes of a job ends it."""
+    config = Config(wandb_mode="online")
+
+    def dead(*arguments, **named):
+        raise ConnectionResetError("Connection lost")
+
+    started = SimpleNamespace(id="x1", starting_step=0, offline=False, log=dead, finish=dead)
+    monkeypatch.setattr("wandb.init", lambda **settings: started)
+    log = Log(tmp_path, config, None, quiet=False)
+    for step in range(3):
+        log.write({"step": step, "loss": 1.0})
+    log.finish()
+    assert capsys.readouterr().out == (
+        "wandb has stopped (Connection lost): metrics.jsonl has every step\n"
+    )
+    assert metrics(tmp_path) == dict.fromkeys(range(3), 1.0)
+    log = Log(tmp_path, config, None, quiet=False)
+    log.finish()
+    assert "wandb has stopped" in capsys.readouterr().out
+
+
+def test_a_key_that_is_none_turns_wandb_off(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "abc")
+    assert start_wandb(tmp_path, Config(), resumed=False) is None
+    assert re.search("wandb is off: .*API key", capsys.readouterr().out)

@@ -60,6 +60,16 @@ def test_sizes_and_logits_are_as_in_transformers(folder):
     torch.testing.assert_close(short(tokens), expected)
 
 
+def test_a_config_file_with_init_from_resumes(folder, tmp_path):
+    """The command is the same with --resume: the model's sizes are from the weights."""
+    file = tmp_path / "tuned.py"
+    file.write_text(f"init_from = 'hf:{folder}'\ntokenizer = 'bytes'\nbatch_size = 1\n")
+    config = load_config([str(file)])
+    resumed = load_config([str(file), "--resume"])
+    assert resumed == config.replace(resume=True)
+    assert resumed.block_size == 16
+
+
 def test_scalars_that_gpt2_does_not_have_keep_their_initial_values(folder):
     model, _ = load(folder, "--attention=ssmax", "--sink=learned")
     attention = model.trunk.blocks[0].attn.attention
