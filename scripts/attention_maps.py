@@ -77,6 +77,7 @@ from config import Config, NonNegativeInt
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import head_windows, layer_attention_weights
+from runtime.checkpoint import Checkpoint
 from scripts.common.command_line import FILES, option
 from scripts.common.hf_loading import CausalLM
 from scripts.common.hf_models import (
@@ -460,10 +461,12 @@ def show_distances(results: Results) -> Figure:
     )
 
 
-def draw_run(options: MapOptions, path: AnyRun, measurement: dict) -> Figure | None:
+def draw_run(
+    options: MapOptions, path: AnyRun, checkpoint: Checkpoint | None, measurement: dict
+) -> Figure | None:
     if not options.text:
         return None
-    run = load_run(path, options)
+    run = load_run(path, options, checkpoint)
     layer = measurement["layer"]
     ids = options.ids(run.config)
     A, keys = weights(run, layer, torch.tensor([ids]))

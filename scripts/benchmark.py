@@ -162,6 +162,8 @@ def parse_models(paths: list[str], impls: list[str], settings: list[str]) -> dic
     models: dict[str, Config] = {}
     for path in paths:
         for impl in impls:
+            if path == PLAIN and path in models:  # it has one path, and is compiled as the first
+                continue
             name = Path(path).stem
             if path != PLAIN:
                 if len(impls) > 1:

@@ -37,6 +37,7 @@ from config import Config, PositiveInt
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
 from evaluation import layer_attention_weights
+from runtime.checkpoint import Checkpoint
 from scripts.common.command_line import option
 from scripts.common.hf_models import AnyRun
 from scripts.common.labels import title_of
@@ -232,7 +233,9 @@ def top_heads(scores: Tensor) -> list[dict]:
 # ---- the pictures ----
 
 
-def draw_run(options: NeedleOptions, path: AnyRun, measurement: dict) -> Figure:
+def draw_run(
+    options: NeedleOptions, path: AnyRun, weights: Checkpoint | None, measurement: dict
+) -> Figure:
     """Fig. 6: the share of needles found at each length and depth."""
     lengths = [*accuracies(measurement)]
     parts = [measurement["parts"][str(length)] for length in lengths]
@@ -248,7 +251,7 @@ def show(options: NeedleOptions, results: Results) -> dict[str, Figure]:
     head_curves = []
     trial_curves: list[Curve] = []
     for name, result in results.items():
-        print_accuracies(result, "needles")
+        print_accuracies(name, result, "needles")
         scores = result["parts"][options.scores]
         best = [head["score"] for head in scores["one needle"]["heads"]]
         label = f"{name}, {scores['one needle']['grade']}"

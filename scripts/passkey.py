@@ -123,7 +123,7 @@ def show(options: PasskeyOptions, results: Results) -> dict[str, Figure]:
     """Print every run's accuracy by length; LSSAR, Fig. 2: a curve for each run."""
     curves = []
     for name, result in results.items():
-        print_accuracies(result, "passkeys")
+        print_accuracies(name, result, "passkeys")
         shares = accuracies(result)
         curves.append(Curve(name, list(shares), list(shares.values())))
     title = title_of(results.values())

@@ -44,6 +44,8 @@ def main() -> None:
     prompts = [read_prompt(prompt) for prompt in options.prompt or [""]]
     for path in arguments.runs:
         run = load_run(path, options)
+        if len(arguments.runs) > 1:
+            print(f"{path}:\n")
         for text in sample(run, prompts, options):
             print(text)
             print("-" * 80)

@@ -73,6 +73,7 @@ def test_a_model_of_every_path_and_one_plain_model(table):
         "--phases=train",
     )
     assert [*models] == ["plain", "lssar_p3 auto", "lssar_p3 unfused"]
+    assert models["plain"].attention_impl == "auto"
     config = models["lssar_p3 unfused"]
     assert config.block_size == 32
     assert config.batch_size == 2

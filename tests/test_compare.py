@@ -148,6 +148,21 @@ def test_the_window_of_a_config_file_is_scaled_to_the_training_length(
     assert config["window"] == 3
 
 
+def test_an_earlier_checkpoint_does_not_stand_for_a_damaged_one(compared, tmp_path, capsys):
+    compared(SOFTMAX, LSSAR, "--lengths=16")
+    run = tmp_path / "out/small/softmax/seed1337"
+    (run / "eval_length.json").unlink()
+    *_, before, last = sorted(run.glob("step_*.pt"))
+    last.write_bytes(last.read_bytes()[:1000])
+    with pytest.raises(SystemExit):
+        compared(SOFTMAX, LSSAR, "--lengths=16")
+    step = int(last.stem.removeprefix("step_"))
+    printed = capsys.readouterr().out
+    assert f"{run}: the checkpoint of step {step} cannot be read" in printed
+    table = json.loads(next(tmp_path.glob("results/small/*/table.json")).read_text())
+    assert "softmax" not in table["rows"]
+
+
 def test_runs_of_other_data_are_not_paired(compared, commands, shards, tmp_path, refused):
     """The folder is made anew from another text of the same size between two commands."""
     data = shutil.copytree(shards, tmp_path / "data")
@@ -155,9 +170,11 @@ def test_runs_of_other_data_are_not_paired(compared, commands, shards, tmp_path,
     arguments = ("--lengths=16", f"--data_dir={data}")
     compared(SOFTMAX, LSSAR, *arguments)
     commands.clear()
-    moved = shutil.copytree(data, tmp_path / "moved")
-    compared(SOFTMAX, LSSAR, "--lengths=16", f"--data_dir={moved}")
-    assert not commands  # the same data, wherever they lie
+    # the same data, wherever they lie, are measured there
+    moved = data.rename(tmp_path / "moved")
+    compared(SOFTMAX, LSSAR, "--lengths=16,32", f"--data_dir={moved}")
+    assert not commands
+    shutil.copytree(moved, data)
     for path in data.glob("*_train_*.bin"):
         reverse_shard(path)
     run = tmp_path / "out/small/softmax/seed1337"

@@ -416,6 +416,7 @@ def test_the_picture_of_a_table_has_the_level_of_chance():
         "scale": "tiny",
         "unit": "%",
         "multiples": [1, 16],
+        "columns": ["1x, 64", "16x, 1,024"],
         "baseline": "softmax",
         "rows": {"softmax": softmax, "ssmax": ssmax},
     }

@@ -48,6 +48,7 @@ def test_the_band_of_a_picture_is_the_standard_deviation():
         "scale": "tiny",
         "unit": "nats",
         "multiples": [1],
+        "columns": ["1x, 16"],
         "baseline": "",
         "rows": {"a": row_of([1.0, 2.0, 6.0], paper=None)},
     }

@@ -136,8 +136,8 @@ class Evaluation(Generic[OptionsType]):
     # Whether it also measures models of transformers: as config a ModelConfig, as model a CausalLM.
     takes_models: bool = False
     # A picture of one run's measurement, for RUN/NAME.png.
-    draw_run: Callable[[OptionsType, AnyRun, dict], Figure | None] = lambda options, path, result: (
-        None
+    draw_run: Callable[[OptionsType, AnyRun, Checkpoint | None, dict], Figure | None] = (
+        lambda options, path, weights, result: None
     )
 
 
@@ -200,11 +200,18 @@ def measured(
             measured(evaluation, control, path, file, weights)
         result = stored(evaluation, options, path, file, weights)
         assert result is not None  # all of it has been measured
-    now = code_hash(evaluation)
-    before = result.get("code", {})
-    if any(differs(before.get(name), now) for name in result["parts"]):
+    if is_of_other_code(evaluation, result) or is_of_other_code(evaluation, result.get("control")):
         print(f"{folder_of(path)}: measured with other code; --again repeats it")
     return result
+
+
+def is_of_other_code(evaluation: Evaluation, result: dict | None) -> bool:
+    """Whether a part of a measurement was made by another version of the evaluation."""
+    if result is None:
+        return False
+    now = code_hash(evaluation)
+    before = result.get("code", {})
+    return any(differs(before.get(name), now) for name in result["parts"])
 
 
 def measure_missing(
@@ -356,7 +363,7 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
             results[name] = measured(evaluation, options, run, file, weights[name])
         pictures = evaluation.show(options, results)
         for name, run in runs.items():
-            figure = evaluation.draw_run(options, run, results[name])
+            figure = evaluation.draw_run(options, run, weights[name], results[name])
             if figure is not None and len(runs) == 1:
                 pictures[evaluation.name] = figure
             elif figure is not None:

@@ -18,6 +18,7 @@ from scripts.common.runner import identity
 from scripts.common.tables import summarise
 from scripts.reproduce.entries import Scale
 from scripts.reproduce.measure import Experiment, up_to_16x
+from scripts.reproduce.pictures import has_both_losses
 
 # What identifies the text of a run in its measurements, but not in a table's.
 NOT_RECORDED = ("data_dir", "val_sha256", "tokenizer")
@@ -100,8 +101,13 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
             return f"was trained on other {name}, by their hash"
     options = experiment.options(scale.config)
     measured = identity(experiment.evaluation, options, options.applied(scale.config))
+    if has_both_losses(table):
+        return "has runs with document_mask and without"
+    length = scale.config.block_size
     for row in table["rows"].values():
         for run in row["runs"]:
+            if run["evaluation"].get("trained_length", length) != length:
+                return "has runs of several training lengths"
             for key, value in measured.items():
                 other = run["evaluation"].get(key)
                 if key not in NOT_RECORDED and other != value:

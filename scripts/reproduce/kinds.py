@@ -1,5 +1,6 @@
 """Kinds of experiment that several tables share: loss, downstream tasks, passkeys and recall."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,7 @@ def loss(
     entries: Entries,
     multiples: Multiples,
     documents: str = "trained",
+    no_control: bool = False,
     draw: Draw = pictures.together,
     **more: Any,
 ) -> Experiment:
@@ -49,7 +51,10 @@ def loss(
 
     def options(config: Config) -> LossOptions:
         return LossOptions(
-            lengths=lengths(multiples, config), tokens=config.val_tokens, documents=documents
+            lengths=lengths(multiples, config),
+            tokens=config.val_tokens,
+            documents=documents,
+            no_control=no_control,
         )
 
     return Experiment(
@@ -87,7 +92,10 @@ def loss_and_gain(
 def loss_joined_and_apart(
     title: str, entries: Entries, multiples: Multiples, **more: Any
 ) -> Experiment:
-    """Measure the loss across documents by length, then within documents, of every run."""
+    """Measure the loss across documents by length, then within documents, of every run.
+
+    A control would be of the loss as a run was trained: across documents or within them.
+    """
 
     def values(measured: dict) -> list[float]:
         # what a run was trained with has no name of its own
@@ -96,8 +104,8 @@ def loss_joined_and_apart(
         return [*across["loss"], *within["loss"]]
 
     return replace(
-        loss(title, entries, multiples, documents="both", **more),
-        columns=tuple(f"{multiple:g}x, apart" for multiple in multiples),
+        loss(title, entries, multiples, documents="both", no_control=True, **more),
+        columns=tuple(f"{multiple:g}x{pictures.APART}" for multiple in multiples),
         values=values,
     )
 
@@ -268,8 +276,14 @@ def accuracies_if_learned(measured: dict) -> list[float | None]:
 
 
 def recall_remarks(table: dict) -> list[str]:
-    """State the level of chance, and list the accuracies by seed."""
-    return [chance_sentence(table), *accuracy_by_seed(table)]
+    """State the level of chance and the error of sampling, and list the accuracies by seed."""
+    sentences = [chance_sentence(table), *accuracy_by_seed(table)]
+    measured = next(iter(pictures.first_seeds(table).values()))
+    if measured["recall"] != "sort":  # where the answers of a sequence depend on each other
+        answers = measured["answers"]
+        error = 100 * math.sqrt(0.25 / answers)
+        sentences.append(f"Of {answers} answers, 50% has a standard error of {error:.1f}.")
+    return sentences
 
 
 def chance_sentence(table: dict) -> str:

@@ -13,6 +13,7 @@ from scripts.common import runner
 from scripts.common.options import EvaluationOptions
 from scripts.common.planned import PlannedRun, with_bases
 from scripts.common.runner import Evaluation
+from scripts.common.validation import TextOptions
 from scripts.reproduce.entries import VIEWS, Entry, Scale
 
 # (x, y) by the title of the panel that they are drawn in
@@ -111,13 +112,17 @@ class Work:
     def options(self, entry: Entry) -> EvaluationOptions:
         """Return the options of the evaluation, with those of the entry's view."""
         config = self.scale.config
-        return replace(
+        options = replace(
             self.experiment.options(config),
             device=config.device,
             dtype=config.dtype,
+            attention_impl=config.attention_impl,
             again=self.again,
             **VIEWS[entry.view],
         )
+        if isinstance(options, TextOptions):  # the run's own folder may be gone, or have other text
+            options = replace(options, data_dir=config.data_dir)
+        return options
 
     def measure(self) -> list[str]:
         """Measure the finished runs; returns a sentence for each failure."""
@@ -125,7 +130,13 @@ class Work:
         for evaluation, options, run in self.evaluations():
             try:
                 if run.finished:
-                    runner.measured(evaluation, options, run.folder)
+                    measured = runner.measured(evaluation, options, run.folder)
+                    if measured["step"] != run.step:  # a checkpoint before a damaged one
+                        failures.append(
+                            f"{run.folder}: the checkpoint of step {run.step} cannot be read; "
+                            f"`python train.py --resume {run.folder}` trains on from step "
+                            f"{measured['step']}"
+                        )
             except RuntimeError as error:  # such as a GPU's memory, which other runs may not need
                 failures.append(f"{run.folder} cannot be evaluated: {first_line(error)}")
         return failures
@@ -165,7 +176,7 @@ class Work:
             return run.record(values, {"curves": curves})
         assert experiment.evaluation is not None
         measured = runner.stored(experiment.evaluation, self.options(entry), run.folder)
-        if measured is None:
+        if measured is None or measured["step"] != run.step:
             return None
         values = experiment.values(measured)
         if experiment.curves:

@@ -16,6 +16,7 @@ from scripts.reproduce.entries import Entry
 from scripts.reproduce.measure import Pictures
 
 SLIDING = "sliding window of at most 1x"
+APART = ", apart"  # ends the names of columns of losses within documents
 LENGTH = "tokens, in multiples of the training length"
 
 Draw = Callable[[dict], Pictures]
@@ -64,13 +65,20 @@ def with_band(
 
 
 def lengths_of(table: dict) -> list[int]:
-    """Return the multiples of a table in tokens, of the first entry's training length."""
-    trained = next(iter(first_seeds(table).values()))["trained_length"]
-    return [round(multiple * trained) for multiple in table["multiples"]]
+    """Return the lengths of a table in tokens, from columns such as "4x, 2,048"."""
+    columns = table["columns"][: len(table["multiples"])]
+    return [int(column.partition(", ")[2].replace(",", "")) for column in columns]
+
+
+def has_both_losses(table: dict) -> bool:
+    """Tell whether every run was measured across documents and within them."""
+    return any(column.endswith(APART) for column in table["columns"])
 
 
 def control_losses(table: dict, runs: Sequence[dict]) -> list[float]:
     """Return the losses of the control at each length, means over runs; empty without a control."""
+    if has_both_losses(table):  # the control of a run has the loss as it was trained
+        return []
     losses = []
     for run in runs:
         control = run.get("evaluation", {}).get("control", {})
@@ -267,7 +275,7 @@ def maps(table: dict) -> Pictures:
         run = row["runs"][0]
         measured = run["evaluation"]
         options = MapOptions(rope=measured["rope"], dtype=measured["dtype"])
-        figure = draw_run(options, run["run"], measured)
+        figure = draw_run(options, run["run"], None, measured)
         if figure is not None:
             pictures[f"{name}.png"] = figure
     return pictures

@@ -457,9 +457,8 @@ EXPERIMENTS = {
         values=accuracies_if_learned,
         draw=pictures.recall(RECALL_ENTRIES),
         note=(
-            "Of 512 answers, 50 has a standard error of 2.2. `:plain_rope` has no dynamic NTK, "
-            "`_nope` no positions, `hybrid_` none in half of the heads; the others are softmax "
-            "with RoPE over a quarter of 1x."
+            "`:plain_rope` has no dynamic NTK, `_nope` no positions, `hybrid_` none in half of the "
+            "heads; the others are softmax with RoPE over a quarter of 1x."
         ),
     ),
     "text_and_recall": loss_and_gain(
