@@ -82,7 +82,7 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
 
     The name is relative to the folder in `paths`. Hidden files and folders are left out, and so
     are folders whose name is in `without`. Raises UserError if a path is missing, or is a file of
-    another type.
+    another type, and where there is no such file.
     """
     found: dict[Path, tuple[str, Path]] = {}  # by the file that links lead to
     for path in map(Path, paths):
@@ -100,6 +100,9 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
             raise UserError(f"{path}: files must end in one of {' '.join(SUFFIXES)}")
         else:
             found[path.resolve()] = (path.name, path)
+    if not found:
+        folders = " ".join(map(str, paths))
+        raise UserError(f"{folders}: no file there ends in one of {' '.join(SUFFIXES)}")
     return sorted(found.values())
 
 

@@ -157,6 +157,10 @@ def test_text_refusals(folder, tmp_path, refused):
         folder / "00.txt",
     )
     says("00.txt: no text is left for training", folder / "00.txt", "--val", folder / "00.txt")
+    pages = folder / "pages"
+    pages.mkdir()
+    (pages / "A.TXT").touch()
+    says("pages: no file there ends in one of .txt .md", pages)
     says("tokenizer = 'gtp2'; did you mean gpt2?", folder, "--tokenizer", "gtp2")
     for name, content, message in (
         ("bad.txt", "ab\xff", "bad.txt: byte 2 is not UTF-8: invalid start byte"),
