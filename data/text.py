@@ -101,8 +101,8 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
         else:
             found[path.resolve()] = (path.name, path)
     if not found:
-        folders = " ".join(map(str, paths))
-        raise UserError(f"{folders}: no file there ends in one of {' '.join(SUFFIXES)}")
+        searched = " ".join(map(str, paths))
+        raise UserError(f"{searched}: no file there ends in one of {' '.join(SUFFIXES)}")
     return sorted(found.values())
 
 
