@@ -26,7 +26,7 @@ def check_variant(variant: Variant) -> None:
 
 
 def name_of(variant: Variant) -> str:
-    return next((name for name, entry in VARIANTS.items() if entry is variant), "the variant")
+    return next((name for name, entry in VARIANTS.items() if entry == variant), "the variant")
 
 
 def check_phi(name: str, phi: Phi) -> None:
@@ -64,16 +64,17 @@ def check_phi(name: str, phi: Phi) -> None:
 def check_causality(name: str, variant: Variant) -> None:
     """Raise UserError where a weight or a gradient reaches a key that its row does not see."""
     generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 6, 8, dtype=torch.float64, generator=generator)
-    row_inputs = {key: torch.zeros(1, 1, 6, dtype=q.dtype) for key in variant.from_input}
-    attention = ReferenceAttention(variant, 1, 8, 6, p=2.0 if variant.needs_p else None).double()
+    q, k = torch.randn(2, 1, 2, 6, 8, dtype=torch.float64, generator=generator)
+    row_inputs = {key: torch.zeros(1, 2, 6, dtype=q.dtype) for key in variant.from_input}
+    context = Context(row_inputs=row_inputs)
+    attention = ReferenceAttention(variant, 2, 8, 6, p=2.0 if variant.needs_p else None).double()
     for scalar in variant.learnable:
         check_choice(f"{name}: learnable", scalar, ("s", "b", "p_n"))
     learned = dict(attention.named_parameters()) | row_inputs | {"q": q, "k": k}
     for x in learned.values():
         x.requires_grad_()
     try:
-        all_weights = attention.weights(q, k, Context(row_inputs=row_inputs))[0, 0]
+        all_weights = attention.weights(q, k, context)[0]  # [H, 6, 6]
     except Exception as error:  # whatever a formula raises
         raise UserError(
             f"{name}: its formulas fail: {type(error).__name__}: {error}. n, s, b and p_n of a "
@@ -85,13 +86,45 @@ def check_causality(name: str, variant: Variant) -> None:
         if (torch.as_tensor(variant.bias(rows)) + rows.n.new_zeros(1)).shape[-1] > 1:
             raise UserError(f"{name}: its bias differs between keys, so it needs keyed=True")
     check_gradients(name, variant, all_weights, learned)
-    for row, weights in enumerate(all_weights, start=1):
+    for row, weights in enumerate(all_weights.unbind(1), start=1):
         (gradient,) = torch.autograd.grad(weights.square().sum(), k, retain_graph=True)
-        if weights[row:].any() or gradient[0, 0, row:].any():
+        if weights[:, row:].any() or gradient[0, :, row:].any():
             raise UserError(
                 f"{name}: row {row} depends on keys after it; check that its formulas use the rows "
                 "alone, and that `reweight` leaves hidden keys, whose weight is 0, at 0"
             )
+    check_blocks(name, attention, q, k, context)
+
+
+@torch.no_grad()
+def check_blocks(
+    name: str,
+    attention: ReferenceAttention,
+    q: Tensor,
+    k: Tensor,
+    context: Context,
+) -> None:
+    """Raise UserError where a row's weights depend on the other rows and keys of the call.
+
+    The blocked path and decoding compute a few rows at a time, without hidden keys.
+    """
+    for window, first in ((None, 0), (3, 3)):
+        attention.window = window
+        whole = attention.weights(q, k, context)
+        if not torch.equal(whole, attention.weights(q, k, context)):
+            return  # it draws random numbers
+        for keys, queries in (
+            (slice(4), slice(4)),
+            (slice(6), slice(3, 6)),
+            (slice(first, 6), slice(5, 6)),
+        ):
+            of_block = context.select(queries=queries, keys=keys)
+            block = attention.weights(q[:, :, queries], k[:, :, keys], of_block)
+            if not torch.allclose(block, whole[:, :, queries, keys], atol=1e-6):
+                raise UserError(
+                    f"{name}: a row's weights depend on the number of keys or rows in the call, as "
+                    "of A.mean(-1) or A.shape[-1]; rows.n is the number of keys that a row sees"
+                )
 
 
 def check_gradients(

@@ -45,6 +45,11 @@ def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> An
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, whole_mask)
     model.set_attn_implementation(NAME)
+    if any(layer.config._attn_implementation != NAME for layer in layers):
+        raise UserError(
+            f"{type(model).__name__}: transformers cannot replace its attention, whose code is in "
+            "the model's own layers"
+        )
     return model
 
 

@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from attention import EXPM1, Variant, at_queries, l2_normalise, relu_power, shift_of
+from attention import Variant, at_queries, l2_normalise, relu_power, shift_of, softpick
 from attention_paths.reference import Context, ReferenceAttention
 
 launch: ModuleType | None
@@ -17,9 +17,12 @@ except ImportError:  # Triton is for Linux and comes with torch's CUDA builds
 
 def variant_obstacle(variant: Variant, head_size: int) -> str | None:
     """Why the kernels cannot compute a variant at this head size, on any machine."""
-    if variant.row_weights is not None and variant.phi is not EXPM1:
+    if variant.row_weights not in (None, softpick):
         return "its weights are functions of whole rows"
-    if variant.phi.kernel is None:
+    if variant.norm is not None and (variant.learnable or variant.from_input):
+        return "its norm may be learned"
+    without_rows = variant.phi.kernel == "softpick" and variant.row_weights is None
+    if variant.phi.kernel is None or without_rows:
         return "its phi has no kernel in attention_paths.kernels.phi.PHIS"
     if variant.reweight is not relu_power:
         return "its re-weighting is not the paper's"

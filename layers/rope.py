@@ -121,11 +121,13 @@ class RopeTable(nn.Module):
     def set(self, rope: Rope, length: int) -> None:
         """Compute the rotations of positions 0 to length - 1, scaled for this length."""
         frequencies, self.score_scale = rope.frequencies(length)
-        angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies  # [length, d/2]
         dtype = torch.promote_types(self.cos.dtype, torch.float32)
         device = self.cos.device
-        self.cos = angles.cos().to(device, dtype)
-        self.sin = angles.sin().to(device, dtype)
+        with torch.inference_mode(False):  # a later backward pass may need them
+            positions = torch.arange(length, dtype=torch.float64)
+            angles = positions[:, None] * frequencies  # [length, d/2]
+            self.cos = angles.cos().to(device, dtype)
+            self.sin = angles.sin().to(device, dtype)
         self.rope = rope
         self.length = length
 

@@ -675,6 +675,25 @@ REFUSED = [
         "own: the gradient of its weights by q is not finite; in the first row n is 1",
     ),
     (
+        Variant(
+            attention.EXP,
+            reweight=lambda A, rows: attention.l1_normalise((A - A.mean(-1, True)).relu()),
+        ),
+        r"own: a row's weights depend on the number of keys or rows in the call",
+    ),
+    (
+        Variant(attention.EXP, bias=lambda rows: (rows.last + 1).log() * rows.keys, keyed=True),
+        "own: a row's weights depend on the number",
+    ),
+    (
+        Variant(
+            attention.EXP,
+            scale=lambda rows: rows.s.flatten() * rows.d**-0.5,
+            learnable=("s",),
+        ),
+        "own: its formulas fail: RuntimeError",
+    ),
+    (
         Variant(attention.EXP, learnable=("t",)),
         "own: learnable = 't'; .*s, b, p_n",
     ),

@@ -211,6 +211,7 @@ def test_what_a_variant_needs_is_refused_at_once(build):
         ("asentmax", {}, "layer's"),
         ("lssa", {"window": 4}, "cap"),
         ("lss", {}, "lssa"),
+        ("lssar", {"p": 0.5}, "p = 0.5 must be at least 1"),
     ):
         model = build()
         with pytest.raises(UserError, match=says):
@@ -220,3 +221,11 @@ def test_what_a_variant_needs_is_refused_at_once(build):
     for model in (encoder, nn.Linear(2, 2)):
         with pytest.raises(UserError, match="all of its attention must be causal"):
             attach(model, "softmax")
+
+
+def test_a_model_with_attention_code_of_its_own_is_refused():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    falcon = transformers.FalconConfig(**sizes, vocab_size=50)
+    with pytest.raises(UserError, match="transformers cannot replace its attention"):
+        attach(transformers.FalconForCausalLM(falcon), "softmax")

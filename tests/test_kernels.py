@@ -549,6 +549,11 @@ def test_what_the_kernels_cannot_compute_is_refused(monkeypatch):
         layer(q, q, q)
     without_kernel = Variant(Phi(torch.relu, kernel=None))
     assert "no kernel" in variant_obstacle(without_kernel, 16)
+    assert "no kernel" in variant_obstacle(Variant(attention.EXPM1), 16)
+    own_rows = Variant(attention.EXPM1, row_weights=lambda z, rows: z.relu())
+    assert "whole rows" in variant_obstacle(own_rows, 16)
+    norm = Variant(attention.SIGMOID, norm=lambda rows: rows.n * rows.s, learnable=("s",))
+    assert "norm may be learned" in variant_obstacle(norm, 16)
     for settings, message in (
         (
             ["--attention=softmax_inverse"],

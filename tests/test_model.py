@@ -131,6 +131,14 @@ def test_parameter_count(files, count):
     assert model.wte.num_embeddings % 128 == 0
 
 
+def test_rotations_of_inference_serve_training():
+    model = small_model("softmax.py").float()
+    x = torch.arange(40)[None]
+    with torch.inference_mode():
+        model(x)  # beyond the training length: its RoPE table is computed
+    model(x, x).backward()
+
+
 def test_pairs_have_a_table_and_a_vocabulary_for_each_coordinate():
     settings = ["--task=orbits", "--tie_embeddings=False", "--bins=100", "--positions=learned"]
     model = small_model("lssar_p3.py", *settings)
