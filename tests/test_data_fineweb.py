@@ -71,7 +71,7 @@ def test_fineweb_refusals(corpus, tmp_path, call, refused):
     says('binary.parquet, row 0: "text" must be a string, not bytes', binary)
     (tmp_path / "foreign").mkdir()
     shards.write_shard(tmp_path / "foreign/fineweb_train_000007.bin", np.zeros(1, np.uint16))
-    says("foreign: holds shards that this", folder, out="foreign")
+    says("foreign: holds .bin files that this", folder, out="foreign")
     says("Bad split: test. Available splits: ['train']", folder, "--split=test")
 
 
