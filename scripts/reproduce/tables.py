@@ -204,10 +204,12 @@ TEXT_AND_RECALL_NOTE = (
     "Half of the steps are of text, half of recall. `:plain_rope` has no dynamic NTK."
 )
 # Attention within documents, for a model that also learns to recall from a whole window.
-DOCUMENTS_AND_RECALL = (
-    *all_entries(DOCUMENTS),
-    *(replace(entry, view="plain_rope") for entry in DOCUMENTS["hybrid_ssmax"]),
-)
+DOCUMENTS_AND_RECALL = DOCUMENTS | {
+    "hybrid_ssmax": (
+        *DOCUMENTS["hybrid_ssmax"],
+        *(replace(entry, view="plain_rope") for entry in DOCUMENTS["hybrid_ssmax"]),
+    )
+}
 COPIES = (
     *TEXT_AND_RECALL,
     config_entry("ssmax"),
@@ -478,9 +480,10 @@ EXPERIMENTS = {
     ),
     "recall_and_documents": recall(
         title="Text with attention within documents, and recall in turn: recall",
-        entries=DOCUMENTS_AND_RECALL,
+        entries=all_entries(DOCUMENTS_AND_RECALL),
         multiples=(1, 2, 4, 16),
         values=all_accuracies,
+        draw=in_panels(pictures.by_kind(DOCUMENTS_AND_RECALL)),
         better="higher",
         task="language+recall",
         note=(
