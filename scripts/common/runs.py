@@ -103,7 +103,7 @@ def load_trained(
     edited = checkpoint.edited_formulas(folder, trained)
     if edited:
         print(f"warning: {path} was trained with {edited}", file=sys.stderr)
-    changed = checkpoint.changed_data(folder, config)
+    changed = checkpoint.changed_data(folder, trained)
     if changed:
         print(f"warning: {path} was trained on {changed}", file=sys.stderr)
     return model, run_facts(trained, weights, options, largest_window(model))
