@@ -171,6 +171,11 @@ def test_runs_trained_on_other_data_in_one_folder_are_not_measured_together(
     warning = f"was trained on other training shards than {data} has now"
     call(eval_length, first, "--lengths=16")
     assert "warning" not in capsys.readouterr().err
+    other = shutil.copytree(shards, tmp_path / "other")
+    for path in other.glob("*_train_*.bin"):
+        reverse_shard(path)
+    call(eval_length, first, "--lengths=16", "--tokens=32", f"--data_dir={other}")
+    assert "warning" not in capsys.readouterr().err  # another text on purpose
     for path in data.glob("*_train_*.bin"):
         reverse_shard(path)
     call(eval_length, first, "--lengths=16", "--tokens=64")
