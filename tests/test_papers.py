@@ -76,12 +76,6 @@ def test_a_variant_is_crossed_with_qk_norm_and_the_share_of_pairs(variant):
     assert crossed == set(itertools.product((False, True), (0.5, 1.0), (False, True)))
 
 
-def test_the_sweep_has_every_p_of_the_paper():
-    names = entry_names(EXPERIMENTS["p_sweep"])
-    for p in (LSSAR["p_sweep"]["best"], *LSSAR["p_sweep"]["more"]):
-        assert f"lssar_p{p}" in names
-
-
 def test_the_entries_of_ssmax_are_the_papers():
     assert entry_names(EXPERIMENTS["ssmax_figure5"]) == list(SSMAX["rows"])
 
