@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from data.shards import read_shard, write_meta, write_shard
 from scripts import attention_maps, copying, eval_length, passkey
-from scripts.common import hf_attention, hf_loading, runner
+from scripts.common import hf_attention, hf_loading
 from scripts.common.hf_models import read_model
 from scripts.common.runs import load_run
 from tests.helpers import measured_losses, not_blank, set_meta
@@ -145,16 +145,19 @@ def small_tiles(monkeypatch):
 @pytest.mark.usefixtures("pictures", "small_tiles")
 def test_losses_and_the_window_are_those_of_a_plain_loop(folder, text_file, call, capsys):
     name = f"hf:{folder}"
-    arguments = ["--lengths=16,64", "--window=16", "--tokens=256", "--per_position"]
+    arguments = ["--lengths=8,16,64", "--window=16", "--tokens=256", "--per_position"]
     call(eval_length, name, "--files", text_file, *arguments)
     result, control = results(folder)
     assert result["window"] is None
     assert control["window"] == 16
+    plain_at_8 = direct_losses(folder, text_file, 8).mean().item()
     plain_at_16 = direct_losses(folder, text_file, 16).mean().item()
     plain_at_64 = direct_losses(folder, text_file, 64).mean().item()
     losses = []
     for measurement, window in ((result, 64), (control, 16)):
-        short, long = measurement["parts"].values()
+        # windows of 16 and more hide nothing at the first two lengths
+        shorter, short, long = measurement["parts"].values()
+        assert shorter["loss"] == pytest.approx(plain_at_8, rel=1e-6)
         assert short["loss"] == pytest.approx(plain_at_16, rel=1e-6)
         mask = hand_made_mask(folder, 64, window)
         direct = direct_losses(folder, text_file, 64, mask).mean(0)
@@ -167,26 +170,6 @@ def test_losses_and_the_window_are_those_of_a_plain_loop(folder, text_file, call
     assert f"{name} " in printed
     assert "sliding window of 16" in printed
     assert "gain:" in printed
-
-
-@pytest.mark.usefixtures("pictures", "small_tiles")
-def test_a_window_of_the_whole_length_changes_nothing(folder, text_file):
-    """It is measured as a control is, through tiles; the command would leave it out."""
-    model = read_model(f"hf:{folder}", 16)
-    losses = []
-    for window in (None, 64, 100):
-        options = eval_length.LossOptions(
-            lengths=(64,),
-            tokens=256,
-            files=[str(text_file)],
-            window=window,
-            no_control=True,
-        )
-        measured = runner.measured(eval_length.EVAL_LENGTH, options, model)
-        losses.append(measured["loss"])
-    without_window, whole_window, longer_window = losses
-    assert whole_window == pytest.approx(without_window, rel=1e-6)
-    assert longer_window == whole_window
 
 
 def test_in_one_layer_a_window_reads_each_position_with_its_last_keys_alone(save, text_file):
