@@ -6,6 +6,7 @@ import runpy
 import shutil
 import signal
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,6 +78,31 @@ def poisoned_buffers(monkeypatch):
         return x.fill_(math.nan) if x.is_floating_point() else x
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+
+@pytest.fixture
+def automatic(monkeypatch):
+    """Makes 'auto' take the kernels, as on a GPU."""
+    from attention_paths.module import Attention
+
+    path = Attention.path
+    monkeypatch.setattr(Attention, "path", lambda *a: "triton" if a[0].impl == "auto" else path(*a))
+
+
+@pytest.fixture
+def joining_kernels(monkeypatch):
+    """Kernels that attend across documents; the check of kernels has few keys."""
+    from attention_paths import module
+    from layers import selfcheck
+
+    fused = module.fused
+
+    def joining(layer, q, k, v, context):
+        return fused(layer, q, k, v, replace(context, document_positions=None))
+
+    monkeypatch.setattr(module, "fused", joining)
+    monkeypatch.setattr(selfcheck, "ODD", 13)
+    monkeypatch.setattr(selfcheck, "EVEN", 16)
 
 
 @pytest.fixture(autouse=True, scope="session")

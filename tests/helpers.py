@@ -138,6 +138,19 @@ def reverse_shard(path: Path) -> None:
     write_shard(path, read_shard(path)[::-1])
 
 
+def reverse_shards(folder: Path, split: str = "train") -> None:
+    """The same for all shards of a split."""
+    for path in folder.glob(f"*_{split}_*.bin"):
+        reverse_shard(path)
+
+
+class Malicious:
+    """Its unpickling would run code."""
+
+    def __reduce__(self):
+        return print, ("run",)
+
+
 class Reader:
     """Stands for generate: finds a pattern in each prompt and answers with it, after `change`."""
 

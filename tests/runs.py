@@ -33,6 +33,11 @@ def saved(run, which="latest"):
     return torch.load(checkpoint.find(run, which).path, weights_only=True)
 
 
+def checkpoint_bytes(run):
+    """The content of each checkpoint file, by name."""
+    return {path.name: path.read_bytes() for path in run.glob("*.pt")}
+
+
 def weights(run):
     return saved(run)["model"]
 

@@ -104,11 +104,6 @@ def assert_finite(*tensors):
         assert tensor.isfinite().all()
 
 
-def assert_all_near(tensors, expected):
-    for actual, exact in zip(tensors, expected, strict=True):
-        assert_near(actual, exact)
-
-
 # ---- the formulas ----
 
 
@@ -305,7 +300,7 @@ def test_every_path_equals_the_formula(case, small_blocks, monkeypatch):
         for path in paths:
             attn = build(case, with_window, f"--attention_impl={path}").double()
             actual = with_gradients(attn, attn, inputs)
-            assert_all_near(actual, expected)
+            assert_near(actual, expected)
 
 
 class MinimumsAreOfFloats(TorchDispatchMode):
@@ -369,7 +364,7 @@ def test_grouped_keys_are_repeated_where_sdpa_would_hold_all_scores(window, monk
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting_sdpa)
     monkeypatch.setattr(sdpa, "takes_groups", lambda q, is_masked: False)
     actual = with_gradients(attn, attn, inputs)
-    assert_all_near(actual, expected)
+    assert_near(actual, expected)
     assert set(groups) == {(4, 4, False)}
 
 
@@ -425,7 +420,7 @@ def test_normalised_powers_and_their_gradients(p):
         return A, slope, curve
 
     expected = derivatives(torch.float64, attention.normalised_power)
-    assert_all_near(derivatives(torch.float64), expected)
+    assert_near(derivatives(torch.float64), expected)
     # a relative error of an eps in x becomes p of them, and terms of both signs cancel
     tolerance = 16 * (p + 16) * EPS
     for rounded, formula in zip(derivatives(torch.float32), expected, strict=True):
@@ -767,7 +762,7 @@ def test_settings_compose(case, positions, sink, softcap, window, kv_heads, seed
             formula = functools.partial(textbook.attention, attn)
             expected = with_gradients(formula, attn, inputs, context)
             actual = with_gradients(attn, attn, inputs, context)
-            assert_all_near(actual, expected)
+            assert_near(actual, expected)
             with torch.no_grad():
                 last = attn(q[:, :, -1:], k, v, context)
             expected_out = expected[0]

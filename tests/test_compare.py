@@ -20,7 +20,7 @@ from tests.helpers import (
     measured_losses,
     not_blank,
     read_table,
-    reverse_shard,
+    reverse_shards,
     write_scale,
 )
 from tests.runs import metrics
@@ -175,8 +175,7 @@ def test_runs_of_other_data_are_not_paired(compared, commands, shards, tmp_path,
     compared(SOFTMAX, LSSAR, "--lengths=16,32", f"--data_dir={moved}")
     assert not commands
     shutil.copytree(moved, data)
-    for path in data.glob("*_train_*.bin"):
-        reverse_shard(path)
+    reverse_shards(data)
     run = tmp_path / "out/small/softmax/seed1337"
     says = (f"{run} was trained with other training shards than {data} has now; move it away",)
     refused(compared, SOFTMAX, ssmax, *arguments, says=says)
@@ -221,8 +220,7 @@ def test_data_that_change_between_two_runs_are_said(
     def call_and_edit(command):
         code = call(command)
         if len(commands) == 1:
-            for path in data.glob("*_train_*.bin"):
-                reverse_shard(path)
+            reverse_shards(data)
         return code
 
     monkeypatch.setattr(planned, "call", call_and_edit)
@@ -462,8 +460,7 @@ def test_losses_on_other_text_are_not_shown(commit, scale, shards, tmp_path):
     same_scale = open_scale(str(scale), "out", settings=[f"--data_dir={shards}"])
     commit(same_scale, experiment, tokens=256)
     assert find()[0]["folder"] == "results/small/committed"
-    for path in data.glob("*_train_*.bin"):
-        reverse_shard(path)
+    reverse_shards(data)
     says = "which was trained on other training shards, by their hash."
     assert find() == (None, f"Not beside results/small/committed, {says}")
     shutil.rmtree(data)  # --plan needs none

@@ -11,6 +11,7 @@ from data.tasks import check_tokenizer
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from tests.corpora import contents, stop_after_each_shard
+from tests.helpers import Malicious
 
 pytestmark = pytest.mark.usefixtures("no_fsync")
 
@@ -139,11 +140,6 @@ def test_characters(tmp_path, monkeypatch, refused):
     assert contents(out) == before
     says = "meta.pkl says what the ids stand for: leave out --tokenizer"
     refused(text.main, [*arguments, "--tokenizer=gpt2"], says=says)
-
-
-class Malicious:
-    def __reduce__(self):
-        return print, ("run",)
 
 
 def test_other_pickles_are_refused(tmp_path, refused, capsys):

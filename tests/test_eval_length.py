@@ -3,22 +3,19 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from attention_paths import module
 from config import Config
 from data.shards import read_shard, write_shard
-from layers import selfcheck
 from layers.build import build_model
 from runtime import checkpoint, run_folder
 from scripts import eval_length
 from scripts.common.validation import checked_tokens, stretches
-from tests.helpers import measured_losses, not_blank, reverse_shard, saved_run, small_config
+from tests.helpers import measured_losses, not_blank, reverse_shards, saved_run, small_config
 
 
 @pytest.fixture(scope="module")
@@ -172,12 +169,10 @@ def test_runs_trained_on_other_data_in_one_folder_are_not_measured_together(
     call(eval_length, first, "--lengths=16")
     assert "warning" not in capsys.readouterr().err
     other = shutil.copytree(shards, tmp_path / "other")
-    for path in other.glob("*_train_*.bin"):
-        reverse_shard(path)
+    reverse_shards(other)
     call(eval_length, first, "--lengths=16", "--tokens=32", f"--data_dir={other}")
     assert "warning" not in capsys.readouterr().err  # another text on purpose
-    for path in data.glob("*_train_*.bin"):
-        reverse_shard(path)
+    reverse_shards(data)
     call(eval_length, first, "--lengths=16", "--tokens=64")
     assert warning in capsys.readouterr().err
     second = train("second", "--max_iters=0", f"--data_dir={data}")
@@ -204,8 +199,7 @@ def test_a_measurement_of_other_text_or_weights_is_not_taken(module_run, call, s
     shards = shutil.copytree(shards, tmp_path / "shards")
     run = module_run("softmax.py", f"--data_dir={shards}")
     call(eval_length, run, "--lengths", "16")
-    (path,) = shards.glob("*_val_*.bin")
-    write_shard(path, read_shard(path)[::-1].copy())
+    reverse_shards(shards, "val")
     for cached in (checked_tokens, stretches):  # another process
         cached.cache_clear()
     call(eval_length, run, "--lengths", "16")
@@ -310,17 +304,9 @@ def test_a_run_with_document_mask_is_measured_apart_and_joined(
 
 
 def test_kernels_are_checked_within_documents_before_they_measure_apart(
-    module_run, call, refused, monkeypatch
+    module_run, call, refused, joining_kernels
 ):
     """Also of a run that was trained without the mask."""
-    fused = module.fused
-
-    def joining(layer, q, k, v, context):
-        return fused(layer, q, k, v, replace(context, document_positions=None))
-
-    monkeypatch.setattr(module, "fused", joining)
-    monkeypatch.setattr(selfcheck, "ODD", 13)
-    monkeypatch.setattr(selfcheck, "EVEN", 16)
     run = module_run("lssa.py")
     options = ("--lengths=16", "--tokens=32", "--attention_impl=triton", "--documents=both")
     says = "the kernels fail: output with 13 keys differs"

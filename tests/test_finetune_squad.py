@@ -19,7 +19,7 @@ from runtime.log import Log
 from scripts import finetune_squad
 from scripts.common.papers import SSMAX
 from scripts.common.runs import load_run
-from tests.runs import identical, lines, metrics, saved
+from tests.runs import checkpoint_bytes, identical, lines, metrics, saved
 
 WORDS = ["river", "stone", "winter", "copper", "garden", "violin", "harbour", "marble"]
 
@@ -45,10 +45,6 @@ def squad(tmp_path_factory):
     path = tmp_path_factory.mktemp("squad") / "train-v2.0.json"
     path.write_text(json.dumps({"version": "v2.0", "data": [{"paragraphs": paragraphs}]}))
     return path
-
-
-def checkpoints(run):
-    return {path.name: path.read_bytes() for path in run.glob("*.pt")}
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
@@ -79,7 +75,7 @@ def test_squad_epochs_take_every_example_once():
 
 def test_the_schedule_and_the_settings_are_the_papers(run, squad, call, tmp_path):
     out = tmp_path / "tuned"
-    checkpoints_before = checkpoints(run)
+    checkpoints_before = checkpoint_bytes(run)
     call(
         finetune_squad,
         run,
@@ -90,7 +86,7 @@ def test_the_schedule_and_the_settings_are_the_papers(run, squad, call, tmp_path
         "--sequences=16",
         "--batch_size=4",
     )
-    assert checkpoints(run) == checkpoints_before
+    assert checkpoint_bytes(run) == checkpoints_before
     data = json.loads((out / "squad.json").read_text())
     assert data["examples"] == 40
     assert data["left_out"] == 1
@@ -150,7 +146,7 @@ def test_finetuning_resumes_and_never_overwrites(run, squad, call, tmp_path, mon
         with pytest.raises(SystemExit) as stop:
             call(finetune_squad, *arguments, "--out_dir", resumed)
     assert stop.value.code == EXIT_STOPPED
-    checkpoints_stopped = checkpoints(resumed)
+    checkpoints_stopped = checkpoint_bytes(resumed)
     assert saved(resumed)["step"] == 2
 
     other = tmp_path / "other.json"
@@ -164,7 +160,7 @@ def test_finetuning_resumes_and_never_overwrites(run, squad, call, tmp_path, mon
     ):
         refused(call, finetune_squad, *arguments, "--out_dir", resumed, *more, says=message)
     refused(call, training_loop, "--resume", resumed, says="has other training shards than")
-    assert checkpoints(resumed) == checkpoints_stopped
+    assert checkpoint_bytes(resumed) == checkpoints_stopped
     assert not (tmp_path / "nothing").exists()
 
     call(finetune_squad, *arguments, "--out_dir", resumed, "--resume")
@@ -205,7 +201,7 @@ def test_finetuning_saves_at_intervals_and_stops_where_it_diverges(
     assert len(rates) == len(set(seeds)) == 5
     config = run_folder.read_config(out)
     names = ["step_000000.pt", "step_000002.pt", "step_000004.pt"]
-    assert sorted(checkpoints(out)) == names[-config.keep_last :]
+    assert sorted(checkpoint_bytes(out)) == names[-config.keep_last :]
 
     # as the message says
     settings = re.findall(r"--(?:resume|learning_rate=\S+|first_batch=\d+)", message)
@@ -239,7 +235,7 @@ def test_finetuning_stops_before_it_saves_weights_that_are_not_finite(
         call(finetune_squad, run, f"--squad={squad}", f"--out_dir={out}", "--epochs=1")
     assert stop.value.code == 1
     assert "error: step 1: its update left non-finite weights" in capsys.readouterr().err
-    assert [*checkpoints(out)] == ["step_000000.pt"]
+    assert [*checkpoint_bytes(out)] == ["step_000000.pt"]
 
 
 def test_finetuning_refuses_bad_data(trained, call, tmp_path, refused):

@@ -59,11 +59,6 @@ def assert_near(actual, expected, tolerance=1e-9):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def assert_all_near(tensors, expected):
-    for actual, exact in zip(tensors, expected, strict=True):
-        assert_near(actual, exact)
-
-
 def tokens(*shape, seed=0, n=257):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, n, shape, generator=generator)
@@ -240,7 +235,7 @@ def test_padded_ids_are_zero_never_predicted_and_never_trained(tied):
     before = outputs()
     with torch.no_grad():
         head[257:] = 100 * torch.randn(127, 16)
-    assert_all_near(outputs(), before)
+    assert_near(outputs(), before)
     assert model(x).shape == (2, 9, 257)
     sampled = generate(model, x, 20, temperature=5.0)
     assert sampled.max() < 257

@@ -12,7 +12,7 @@ from runtime.config_files import load_config
 from runtime.pretrained import load_initial
 from scripts import eval_length
 from scripts.common.runs import load_run
-from tests.helpers import measured_losses
+from tests.helpers import Malicious, measured_losses
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16}
@@ -141,13 +141,6 @@ def test_settings_that_contradict_it_are_refused(tmp_path, settings, says):
     path = save(tmp_path / "ckpt.pt", gpt(50304, bias=False), bias=False)
     with pytest.raises(UserError, match=says):
         load(path, *settings.split())
-
-
-class Malicious:
-    """Its unpickling would run code."""
-
-    def __reduce__(self):
-        return print, ("run",)
 
 
 def test_other_files_are_refused(tmp_path, trained, capsys):

@@ -6,7 +6,7 @@ import time
 
 from runtime import checkpoint
 from tests.faults import arguments, finish, run, start
-from tests.runs import assert_same_run, go_on
+from tests.runs import assert_same_run, checkpoint_bytes, go_on
 
 
 def test_killed_and_resumed(shards, tmp_path):
@@ -61,7 +61,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(shards, tmp_path):
     folder = tmp_path / "run"
     output = tmp_path / "output"
     assert run(arguments(shards, folder, "--max_iters=3")) == 0
-    before = {path.name: path.read_bytes() for path in folder.glob("*.pt")}
+    before = checkpoint_bytes(folder)
     size = max(map(len, before.values()))
     command = arguments(shards, folder, "--resume")
     # best.pt still fits, the checkpoint does not

@@ -15,7 +15,6 @@ import torch
 
 from attention import VARIANTS
 from config import Config
-from data.shards import read_shard, write_shard
 from errors import UserError
 from layers.build import build_model
 from layers.heads import formulas_hash
@@ -28,7 +27,7 @@ from scripts.common.options import EvaluationOptions, Options
 from scripts.common.planned import PlannedRun
 from scripts.common.runner import NO_TEXT
 from scripts.common.runs import load_run
-from tests.helpers import measured_losses, saved_run, small_config
+from tests.helpers import measured_losses, reverse_shards, saved_run, small_config
 from tests.runs import ROOT
 from tests.test_source import forget_sources
 
@@ -305,14 +304,10 @@ def test_an_evaluation_notices_other_shards_and_its_own_edits(shards, likeliest,
         runner.measured(evaluation, OptionsWithoutText(device="cpu"), run)
         return len(json.loads((run / f"{name}.json").read_text()))
 
-    def change_shards():
-        (shard,) = folder.glob("*_val_*.bin")
-        write_shard(shard, read_shard(shard)[::-1].copy())
-
     without_text = {"name": "without_text", "identify": lambda options, config: NO_TEXT}
     assert measurements() == measurements() == 1
     assert measurements(**without_text) == 1
-    change_shards()
+    reverse_shards(folder, "val")
     assert measurements() == measurements() == 2
     assert measurements(**without_text) == 1
     assert "other code" not in capsys.readouterr().out

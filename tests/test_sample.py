@@ -37,7 +37,7 @@ def test_several_prompts_are_continued_as_each_alone(trained, call, capsys):
     assert texts("abc", "xy", samples=2) == [alone[0], alone[0], alone[2], alone[2]]
 
 
-def test_kernels_that_attend_to_padding_are_replaced(trained, call, capsys, monkeypatch):
+def test_kernels_that_attend_to_padding_are_replaced(trained, call, capsys, automatic, monkeypatch):
     def joining(layer, q, k, v, context):
         return ReferenceAttention.forward(layer, q, k, v, replace(context, document_positions=None))
 
@@ -45,10 +45,6 @@ def test_kernels_that_attend_to_padding_are_replaced(trained, call, capsys, monk
         call(sample, trained, *prompts, "--max_new_tokens=20", "--temperature=0")
         return capsys.readouterr()
 
-    path = module.Attention.path
-    monkeypatch.setattr(
-        module.Attention, "path", lambda *a: "triton" if a[0].impl == "auto" else path(*a)
-    )
     monkeypatch.setattr(module, "fused", joining)
     alone = printed("--prompt=abc")
     assert alone.err == ""

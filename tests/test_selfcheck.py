@@ -1,13 +1,11 @@
 """The check of the kernels before a run: with kernels that are sound, wrong, and that raise."""
 
 import re
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from attention_paths import module
 from attention_paths.module import Attention
 from errors import UserError
 from layers import selfcheck
@@ -33,13 +31,6 @@ def raises(y):
 def wrong_slope(y):
     a, slope = phi.softplus(y)
     return a, slope * a
-
-
-@pytest.fixture
-def automatic(monkeypatch):
-    """Makes 'auto' take the kernels, as on a GPU."""
-    path = Attention.path
-    monkeypatch.setattr(Attention, "path", lambda *a: "triton" if a[0].impl == "auto" else path(*a))
 
 
 @pytest.fixture(params=[raises, wrong_slope], ids=["raises", "wrong"])
@@ -99,15 +90,7 @@ def test_kernels_that_fail_are_replaced_or_refused(automatic, broken, capsys):
         check("lssa.py", "--attention_impl=triton")
 
 
-def test_kernels_that_join_documents_are_replaced(automatic, monkeypatch, capsys):
-    fused = module.fused
-
-    def joining(layer, q, k, v, context):
-        return fused(layer, q, k, v, replace(context, document_positions=None))
-
-    monkeypatch.setattr(module, "fused", joining)
-    monkeypatch.setattr(selfcheck, "ODD", 13)
-    monkeypatch.setattr(selfcheck, "EVEN", 16)
+def test_kernels_that_join_documents_are_replaced(automatic, joining_kernels, capsys):
     _, facts = check("lssa.py", "--document_mask")
     assert facts["attention_path"] == "blocked"
     assert re.search("output with 13 keys differs", capsys.readouterr().err)

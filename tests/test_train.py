@@ -23,8 +23,17 @@ from optim import build_optimizers
 from runtime import checkpoint, run_folder
 from runtime.checkpoint import Training
 from runtime.distributed import EXIT_STOPPED
-from tests.helpers import reverse_shard
-from tests.runs import agree, assert_same_run, identical, lines, metrics, saved, weights
+from tests.helpers import reverse_shards
+from tests.runs import (
+    agree,
+    assert_same_run,
+    checkpoint_bytes,
+    identical,
+    lines,
+    metrics,
+    saved,
+    weights,
+)
 from train import Monitor, StepBatch, may_continue, train_step
 
 
@@ -275,8 +284,7 @@ def test_resuming_on_edited_data_is_refused(train, shards, tmp_path, refused):
     environment = json.loads((run / "environment.json").read_text())
     for split in ("train", "val"):
         data = shutil.copytree(shards, tmp_path / split)
-        for path in data.glob(f"*_{split}_*.bin"):
-            reverse_shard(path)
+        reverse_shards(data, split)
         what = {"train": "training shards", "val": "validation shards"}[split]
         says = (f"{data} has other {what} than the run was trained on: give the same data",)
         refused(train, "run", "--resume", "--max_iters=4", f"--data_dir={data}", says=says)
@@ -628,10 +636,6 @@ def test_a_finished_schedule_is_extended_by_what_the_refusal_says(train, capsys,
     assert "warning: the learning rate jumps from " in capsys.readouterr().out
     says = f"{run} has 14 steps: max_iters = 13 is fewer"
     refused(train, "run", *schedule, "--resume", "--max_iters=13", says=says)
-
-
-def checkpoint_bytes(folder):
-    return {path.name: path.read_bytes() for path in folder.glob("*.pt")}
 
 
 def test_gradients_that_are_not_finite_at_any_scale_are_no_overflow():

@@ -19,7 +19,7 @@ from layers.selfcheck import MANY_KEYS, check_kernels, reasons
 from tests.helpers import small_config
 from tests.test_attention import (
     SDPA_CASES,
-    assert_all_near,
+    assert_near,
     build,
     draw,
     leaves,
@@ -79,7 +79,7 @@ def test_the_call_computes_the_reference(case, kv_heads, window, documents, monk
         context = Context(document_positions=positions_in_documents(packed_tokens() == END))
     expected = with_gradients(attn, attn, inputs, context)
     call = functools.partial(varlen.varlen, attn)
-    assert_all_near(with_gradients(call, attn, inputs, context), expected)
+    assert_near(with_gradients(call, attn, inputs, context), expected)
 
 
 def test_boundaries_have_one_shape_and_graph(monkeypatch):
