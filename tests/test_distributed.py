@@ -90,12 +90,18 @@ def test_two_processes_agree_with_one_and_go_on_with_its_run(shards, tmp_path, o
     agree(whole, shared)
 
 
-def test_two_processes_agree_with_one_on_text_and_recall(shards, tmp_path):
-    """Without accumulation."""
+@pytest.mark.parametrize(
+    "settings, batch_size",
+    [
+        (RECALL, 4),  # without accumulation
+        (["configs/ssmax.py", "--document_mask"], 2),
+    ],
+)
+def test_two_processes_agree_with_one_on_other_data(documents, tmp_path, settings, batch_size):
     one = tmp_path / "one"
     two = tmp_path / "two"
-    assert run(arguments(shards, one, *RECALL)) == 0
-    pair = group(arguments(shards, two, *RECALL, "--resume=auto"), {}, batch_size=4)
+    assert run(arguments(documents, one, *settings)) == 0
+    pair = group(arguments(documents, two, *settings, "--resume=auto"), {}, batch_size=batch_size)
     assert both(pair) == [0, 0]
     agree(one, two)
 

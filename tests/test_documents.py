@@ -19,10 +19,8 @@ from layers.cache import KVCache
 from layers.documents import positions_in_documents
 from model import compile_model
 from runtime.config_files import load_config
-from tests.faults import arguments, finish, group
-from tests.faults import run as run_process
 from tests.helpers import small_config, small_model
-from tests.runs import agree, metrics, weights
+from tests.runs import metrics, weights
 from tests.test_attention import (
     CASES,
     SDPA_CASES,
@@ -371,26 +369,6 @@ def test_a_shard_without_documents_is_said(train, documents, tmp_path, capsys, r
     assert "warning: no document begins in text_train_000002.bin" in printed
     remove_ends("text_train_000001.bin")
     refused(train, "other", *settings, says="no training shard of")
-
-
-def test_two_processes_agree_with_one(documents, tmp_path):
-    one = tmp_path / "one"
-    two = tmp_path / "two"
-    assert run_process(arguments(documents, one, *MASKED)) == 0
-    pair = group(arguments(documents, two, *MASKED), {}, batch_size=2)
-    exit_codes = [finish(process) for process in pair]
-    assert exit_codes == [0, 0]
-    agree(one, two)
-
-
-def test_a_compiled_run_agrees(train, documents, monkeypatch):
-    """With the graphs that torch.compile captures, but without its C++ compiler, which is slow."""
-    without_compiler = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", without_compiler)
-    settings = (*MASKED, f"--data_dir={documents}", "--max_iters=2", "--n_layer=1")
-    plain = train("plain", *settings)
-    compiled = train("compiled", *settings, "--compile")
-    assert metrics(compiled) == pytest.approx(metrics(plain), rel=1e-4)
 
 
 def test_a_resumed_run_keeps_its_mask(train, documents, refused):
