@@ -1,10 +1,9 @@
-"""Commands as a user starts them, and what an installation is."""
+"""Commands as a user starts them."""
 
 import json
 import os
 import subprocess
 import sys
-import tomllib
 
 import pytest
 
@@ -84,14 +83,6 @@ def test_commands_run_from_any_folder(trained, shards, tmp_path):
     began = json.loads((elsewhere / "run/began_with.json").read_text())
     assert began["step"] == 0
     assert len(began["sha256"]) == 64
-
-
-def test_an_installation_has_no_modules():
-    """`pip install -e .` would put modules named data or config in the way of other projects."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    setuptools = settings["tool"]["setuptools"]
-    assert setuptools["packages"] == []
-    assert setuptools["py-modules"] == []
 
 
 # What a Python on Windows lacks, and how it calls itself.

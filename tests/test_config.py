@@ -123,16 +123,6 @@ def test_every_row_goes_with_every_scale(row, scale):
     assert config.n_embd == load_config([at(scale)]).n_embd
 
 
-def test_scales_are_the_papers():
-    sizes = {
-        "355m": (24, 1024, 16, 60000),
-        "45m": (6, 512, 8, 9000),
-    }
-    for scale, expected in sizes.items():
-        config = load_config([at(f"scales/{scale}.py")])
-        assert (config.n_layer, config.n_embd, config.n_head, config.max_iters) == expected
-
-
 def test_later_files_and_then_the_command_line_win(tmp_path):
     first = write(tmp_path / "first.py", "max_iters = 1\nseed = 1\nbeta1 = 0.1\n")
     text = "import math\n_half = 1\nmax_iters = 2\nseed = 2 * _half\n"

@@ -864,14 +864,10 @@ def test_a_cache_that_is_too_small_is_refused():
         model.hidden(tokens(1, 1), cache)
 
 
-def test_an_extreme_temperature_is_the_limit_of_temperatures():
-    """Beyond float32's range too: 0 is greedy, and at infinity all tokens but `never` are alike."""
+def test_at_the_highest_temperatures_all_tokens_but_never_are_alike():
+    """Beyond float32's range too."""
     model = small_model("softmax.py").float()
-    prompt = tokens(1, 6)
-    likeliest = generate(model, prompt, 5, temperature=0)
-    cold = generate(model, prompt, 5, temperature=1e-40)
-    assert torch.equal(cold, likeliest)
-    prompts = prompt.expand(400, -1)
+    prompts = tokens(1, 6).expand(400, -1)
     hot = generate(model, prompts, 1, temperature=1e39, never=3)
     sampled = hot[:, -1]
     assert len(sampled.unique()) > 150
