@@ -291,20 +291,6 @@ def test_t6_has_its_own_heads_at_each_scale():
         assert config.d_head == scale.config.d_head
 
 
-def test_an_entry_may_have_any_p():
-    for variant, p, name, file in (
-        ("lssar", 7, "lssar_p7", "lssar_p15"),
-        ("lssar", 7.0, "lssar_p7", "lssar_p15"),
-        ("relu_li", 2.5, "relu_li_p2.5", "relu_li"),
-    ):
-        entry = with_p(variant, p)
-        assert entry.name == entry.run == name
-        assert entry.file.stem == file
-        assert entry.settings == {"p": p}
-    with pytest.raises(KeyError, match="nothing"):
-        with_p("nothing", 3)
-
-
 def test_an_entry_called_as_a_config_is_this_config(monkeypatch, tmp_path):
     for name, file in FILES.items():
         assert config_entry(name).file == file

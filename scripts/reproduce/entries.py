@@ -117,10 +117,10 @@ def windows_at_scale(file: Path, scale: Config) -> Settings:
     return settings
 
 
-def with_p(variant: str, p: float) -> Entry:
+def with_p(variant: str, p: int) -> Entry:
     """Return the entry of a variant with this p; lssar has config files with a p alone."""
     config = variant if variant in FILES else f"{variant}_p15"
-    return config_with(config, f"{variant}_p{p:g}", p=float(p))
+    return config_with(config, f"{variant}_p{p}", p=float(p))
 
 
 def hybrid(config: str) -> Entry:
