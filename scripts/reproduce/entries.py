@@ -273,12 +273,15 @@ def open_scale(name: str, out: str, task: str = "language", settings: Sequence[s
 def require_free(settings: Sequence[str]) -> None:
     """Raise UserError for settings that the command line may not change."""
     for argument in settings:
-        option = argument.partition("=")[0]
-        key = option.removeprefix("--")
-        if key == option or key in FREE:
+        if not argument.startswith("--"):
+            raise UserError(
+                f"{argument} is no setting --key=value; scripts.compare takes config files"
+            )
+        key = argument.partition("=")[0].removeprefix("--")
+        if key in FREE:
             continue
         require_known_setting(key, "the command line")
         raise UserError(
-            f"{option} cannot be set here, but in a file for --scale FILE.py; "
+            f"--{key} cannot be set here, but in a file for --scale FILE.py; "
             f"only {', '.join(sorted(FREE))} can"
         )
