@@ -25,19 +25,16 @@ HOW_TO_READ = "How to read the columns, ± and bold: docs/evaluations.md, A tabl
 LISTS = ("lengths", "loss", "standard_error", "environment")
 
 
-def print_table(rows: Sequence[Sequence[str]], left: int = 1, width: int = 0) -> None:
+def print_table(rows: Sequence[Sequence[str]], width: int = 0) -> None:
     """Print rows of cells in aligned columns.
 
-    The first `left` columns are flush left, the others flush right and at least `width` wide.
+    The first column is flush left, the others flush right and at least `width` wide.
     """
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     for row in rows:
-        line = ""
-        for i, text in enumerate(row):
-            if i < left:
-                line += text.ljust(widths[i])
-            else:
-                line += text.rjust(max(widths[i], width))
+        line = row[0].ljust(widths[0])
+        for text, column_width in zip(row[1:], widths[1:], strict=True):
+            line += text.rjust(max(column_width, width))
         print(line.rstrip())
 
 
