@@ -12,7 +12,6 @@ after which the timing goes on in a new process.
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import statistics
@@ -70,7 +69,6 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=300, help="stop timing after so many seconds"
     )
-    parser.add_argument("--out", type=Path, help="write all times to this JSON file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("tune_kernels needs an NVIDIA GPU")
@@ -80,13 +78,7 @@ def main() -> None:
         for shape in (None, *SHAPES[kernel]):
             jobs.append(Job(config, kernel, shape, sizes))
     compile_all(jobs)
-    times = time_all(jobs, time.monotonic() + options.seconds)
-    report(times)
-    if options.out:
-        rows = []
-        for job, result in times.items():
-            rows.append([job.config, job.kernel, job.shape, *sizes, result])
-        options.out.write_text(json.dumps(rows, indent=1))
+    report(time_all(jobs, time.monotonic() + options.seconds))
 
 
 def compile_all(jobs: list[Job]) -> None:
