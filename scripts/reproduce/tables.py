@@ -23,6 +23,7 @@ from scripts.copying import (
     UNIT,
     WITHIN,
     CopyingOptions,
+    lags_in,
     shares_kept,
     worth_at,
 )
@@ -329,7 +330,7 @@ def equations(table: dict) -> list[str]:
 def copied(measured: dict) -> list[float | None]:
     """Return the worth of a copy by lag, None where it hurts, and the share kept at the last."""
     shares = shares_kept(measured)
-    lags = sorted(int(lag) for lag in measured["parts"])
+    lags = lags_in(measured)
     worths: list[float | None] = []
     for lag in lags:
         worth, _ = worth_at(measured, [lag])
