@@ -13,7 +13,6 @@ values, in percent, are in the tables of
 requirements-eval.txt and, the first time that it reads a task's data, a network.
 """
 
-import difflib
 import functools
 import logging
 import os
@@ -24,7 +23,7 @@ import torch
 from matplotlib.figure import Figure
 
 from config import Config, PositiveInt
-from errors import UserError, first_line
+from errors import UserError, did_you_mean, first_line
 from scripts.common.command_line import option, require
 from scripts.common.options import EvaluationOptions
 from scripts.common.papers import LSSAR
@@ -128,8 +127,10 @@ def load_tasks(names: tuple[str, ...]) -> tuple[Any, dict[str, list]]:
     manager = TaskManager()
     for name in names:
         if name not in manager.task_index:
-            near = ", ".join(difflib.get_close_matches(name, manager.all_tasks)) or "none"
-            raise UserError(f"lm-evaluation-harness has no task {name!r}; similar names: {near}")
+            hint = did_you_mean(name, manager.all_tasks)
+            raise UserError(
+                f"lm-evaluation-harness has no task {name!r}; {hint}lm_eval ls tasks lists them"
+            )
     tasks = {}
     for name in names:
         try:

@@ -301,7 +301,7 @@ def test_a_group_and_its_tasks(tasks, evaluate, run, capsys):
 
 
 def test_refuses(evaluate, run, refused):
-    refused(evaluate, run, "choise", says="no task 'choise'; similar names: choice")
+    refused(evaluate, run, "choise", says="no task 'choise'; did you mean choice? ")
     needs = "needs the data in HF_HOME, and HF_HUB_OFFLINE=1"
     refused(evaluate, run, "arc_easy", says=needs)
     assert not (run / "downstream.json").exists()
