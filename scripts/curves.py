@@ -42,8 +42,8 @@ class Curves:
 @command
 def main() -> None:
     options, arguments = parse(Curves)
-    metrics = [read_steps(path) for path in arguments.runs]
-    runs = dict(zip(run_names(arguments.runs), metrics, strict=True))
+    names = run_names(arguments.runs)
+    runs = dict(zip(names, map(read_steps, arguments.runs), strict=True))
     picture = arguments.out or picture_path(arguments.runs, "curves")
     check_writable(picture.parent, "; --out FILE.png puts the picture elsewhere")
     save_picture(plot(runs, options), picture)
@@ -52,8 +52,6 @@ def main() -> None:
 def read_steps(path: str | Path) -> Steps:
     """Read the steps and validations of a run. Raises UserError where there are none."""
     steps = read_metrics(run_folder.folder_of(path))
-    if not steps and not Path(path).exists():
-        raise UserError(run_folder.no_checkpoint(path))
     if not steps:
         raise UserError(f"{path}: its metrics.jsonl has no step yet")
     return steps
