@@ -85,7 +85,6 @@ def test_a_model_of_every_path_and_one_plain_model(table):
     [
         (["configs/softmax.py", "configs/scales/../softmax.py"], "two models are called softmax"),
         (["plain", "--optimizer=muon"], "plain is trained with adamw, not with muon"),
-        (["configs/softmax.py", "--dry_run"], "no --dry_run"),
         (["configs/scales/orbits/tiny.py"], "one token a position, not task = orbits"),
         (["plain", "--document_mask"], "plain takes no --document_mask"),
         (["plain", "--rounds=0"], "--rounds 0 must be at least 1"),
