@@ -26,8 +26,6 @@ TOLERANCE = 0.05
 class CausalLM:
     """A model of transformers, with the methods of model.GPT that evaluations of text call."""
 
-    document_start = None  # a window is one document
-
     def __init__(self, model: Any, first_token: int | None = None) -> None:
         self.model = model
         self.trunk = model.get_decoder()
