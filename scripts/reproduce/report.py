@@ -36,7 +36,7 @@ from scripts.reproduce.measure import Experiment, Pictures, Work, at
 from scripts.reproduce.plan import print_entries, print_price
 
 # Facts of an evaluation that the caption mentions, if they are known.
-MENTIONED = ("rope", "rope_theta", "tokens", "trials", "samples", "limit", "lm_eval")
+MENTIONED = ("rope", "rope_theta", "tokens", "trials", "lm_eval")
 
 
 def work_parser(name: str, doc: str, epilog: str) -> Parser:
