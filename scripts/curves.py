@@ -73,7 +73,7 @@ def plot(runs: dict[str, Steps], options: Curves) -> Figure:
                 steps = steps[begin : begin + len(values)]
             curves.append(Curve(name, steps, values))
         panels[title] = curves
-    figure = draw_curves(panels, "step", "", sharey=False)
+    figure = draw_curves(panels, "step", "", thin="", sharey=False)
     figure.axes[-1].set_yscale("log")  # norms of gradients span decades
     return figure
 

@@ -114,7 +114,7 @@ def draw_curves(
     xlabel: str,
     ylabel: str,
     log: str = "",
-    thin: str = "",
+    thin: str = THIN,
     marks: Iterable[float] = (),
     sharey: bool = True,
 ) -> Figure:
@@ -171,7 +171,6 @@ def draw_by_length(
         f"{xlabel} in tokens (dotted: training length)",
         ylabel,
         log="x",
-        thin=THIN,
         marks={measurement["trained_length"] for measurement in measurements},
     )
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from scripts import eval_length
 from scripts.attention_maps import MapOptions, draw_run
-from scripts.common.plots import THIN, Curve, draw_curves, heat_map
+from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.tables import ranged
 from scripts.physics import plot_forces
 from scripts.recall import chance_label, chances
@@ -122,7 +122,7 @@ def together(table: dict) -> Figure:
     if differences:
         panels[f"minus {table['baseline']}, with the same seed"] = differences
         sharey = False
-    return draw_curves(panels, LENGTH, table["unit"], "x", THIN, sharey=sharey)
+    return draw_curves(panels, LENGTH, table["unit"], "x", sharey=sharey)
 
 
 # (name of a row, row) -> title of a panel -> the row's label in it
@@ -140,7 +140,7 @@ def in_panels(places: Places) -> Callable[[dict], Figure]:
         chance = level_of_chance(table)
         for curves in panels.values():
             curves.extend(chance)
-        return draw_curves(panels, LENGTH, table["unit"], "x", THIN)
+        return draw_curves(panels, LENGTH, table["unit"], "x")
 
     return draw
 
