@@ -232,8 +232,9 @@ def words_file(tmp_path_factory):
     words.add_special_tokens(["<s>", "</s>"])
     words.post_processor = processors.TemplateProcessing("$A </s>", None, [("</s>", 6)])
     words.enable_truncation(5)
-    words.save(str(tmp_path_factory.mktemp("words_file") / "words.json"))
-    return tmp_path_factory.getbasetemp() / "words_file0" / "words.json"
+    path = tmp_path_factory.mktemp("words_file") / "words.json"
+    words.save(str(path))
+    return path
 
 
 @pytest.fixture
