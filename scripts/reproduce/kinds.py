@@ -212,7 +212,7 @@ def passkeys(title: str, entries: Entries, draw: Draw = pictures.together) -> Ex
         """Take multiples of the training length, or of its smallest multiple that fits a prompt."""
         shortest = passkey.shortest(get_tokenizer(config.tokenizer))
         factor = -(-shortest // config.block_size)
-        return tuple(multiple * factor for multiple in PasskeyOptions.multiples)
+        return tuple(multiple * factor for multiple in PASSKEY.options.multiples)
 
     return Experiment(
         title=title,
