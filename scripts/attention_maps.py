@@ -36,10 +36,9 @@ all layers and heads on the validation tokens, in windows of the training length
 
 A negative weight is neither positive nor 0. The table has means over layers, heads and pairs of
 query and key: near, at distances below 1/16 of the length; far, from half of it; and all. The
-picture is weights_by_distance.png in the run's folder, or for several runs
-weights_by_distance_RUN_RUN.png in the folder that contains them (or --out).
+picture is weights_by_distance.png.
 
-RUN/attention_maps.json is a list of measurements; nothing in it is measured again. A measurement:
+RUN/attention_maps.json is a list of measurements:
 
     variant, seed, checkpoint, step, sha256, trained_length, dtype
     attention, rope, rope_factor, rope_theta, log_base

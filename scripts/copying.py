@@ -29,8 +29,7 @@ most the last T keys. From a lag of T on, the control sees no token of the first
 that what it keeps there went through several layers. Passages are the same for all lags and all
 runs, and are evenly spaced in the validation text, which wraps around at its end.
 
-Writes RUN/copying.json and copying.png, for several runs as copying_RUN_RUN.png in the folder that
-contains them (or --out). Nothing is measured twice. In the JSON `parts` are by lag, "1024":
+Writes copying.json and copying.png. In the JSON `parts` are by lag, "1024":
 
     lag     in tokens
     loss    on the second copy, mean in nats per token

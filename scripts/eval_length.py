@@ -6,10 +6,8 @@ python -m scripts.eval_length RUN [RUN ...] --lengths 20000 --tokens 2000000000 
     --rope none --rope_theta 500000
 python -m scripts.eval_length hf:NAME_OR_FOLDER --files FILES --lengths 1024,4096 --window 1024
 
-Prints a table and draws a curve for every run: loss_by_length.png in the run's folder, or for
-several runs loss_by_length_RUN_RUN.png in the folder that contains them. The last command is Figure
-5 of SSMax, on all validation tokens: with --per_position the picture is loss_by_position.png or
-loss_by_position_RUN_RUN.png instead.
+Prints a table and draws a curve for every run, loss_by_length.png. The third command is Figure 5 of
+SSMax, on all validation tokens: with --per_position the picture is loss_by_position.png instead.
 
 What a longer context is worth: every run is measured with a control, the same weights with plain
 RoPE, where each query of any layer sees at most the last T keys (T: the training length). Such a

@@ -12,10 +12,8 @@ at one needle, at half depth of --score_length tokens. Fig. 8: the highest score
 --score_trials needles at random depths. For variants whose rows do not sum to 1 the score is the
 same sum, but not a share.
 
-Writes RUN/needle.json, RUN/needle.png (Fig. 6), needle_heads.png (Fig. 7) and needle_scores.png
-(Fig. 8), the latter two once for several runs, as needle_heads_RUN_RUN.png and so on in the folder
-that contains them; with --out FILE.png as FILE.png and FILE_needle_scores.png. The JSON has a part
-for each length and a part with the scores. Nothing is measured twice.
+Writes needle.json, with a part for each length and a part with the scores, needle.png (Fig. 6) for
+each run, and needle_heads.png (Fig. 7) and needle_scores.png (Fig. 8) for all of them.
 
 The paper leaves open the haystack (here validation tokens from a random offset, documents joined by
 line breaks), the cities, the question, and what a length counts (here as in scripts.passkey).

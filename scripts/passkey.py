@@ -5,9 +5,7 @@ python -m scripts.passkey RUN [RUN ...] --lengths 1024,1536,2048,4096,8192 --tri
 LSSAR, section 3.2 and Figs. 2 and A3, with the prompt of landmark attention (Mohtashami & Jaggi
 2023): a task description, filler, the key, filler, the question. Key and depth are random, but the
 same for all runs with one tokenizer; an answer is correct if its first run of digits is the key.
-Prints accuracy by length, writes RUN/passkey.json with every answer, and passkey.png by length, for
-several runs passkey_RUN_RUN.png in the folder that contains them (or --out). Nothing is measured
-twice.
+Prints accuracy by length, and writes passkey.json with every answer and passkey.png by length.
 
 The paper gives neither its prompt nor its definition of length. Here a length counts the prompt,
 with the end-of-text token before it, and ANSWER_TOKENS for the answer, so that a trial of the

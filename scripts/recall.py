@@ -14,11 +14,10 @@ says so instead of its accuracies at other lengths, unless --window, --p, --atte
 token that determines it. For sort a second line has the share of sequences whose answers are all
 right.
 
-Writes RUN/recall.json, recall.png by length and recall_by_distance.png at the longest length,
-without distances of fewer than 30 answers; for several runs recall_RUN_RUN.png and
-recall_by_distance_RUN_RUN.png in the folder that contains them (or --out). Nothing is measured
-twice. The dashed line in recall.png is chance: the accuracy of a model that names the likeliest
-value in view without matching its key or, in sort, repeats its last answer.
+Writes recall.json, recall.png by length and recall_by_distance.png at the longest length, without
+distances of fewer than 30 answers. The dashed line in recall.png is chance: the accuracy of a model
+that names the likeliest value in view without matching its key or, in sort, repeats its last
+answer.
 """
 
 import math

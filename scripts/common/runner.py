@@ -341,7 +341,12 @@ def with_controls(results: Results) -> Iterator[tuple[str, dict, bool]]:
 
 
 def as_command(evaluation: Evaluation) -> Callable[[], None]:
-    """The `main` of an evaluation: measures the runs of the command line, prints and draws them."""
+    """The `main` of an evaluation: measures the runs of the command line, prints and draws them.
+
+    Measurements go to RUN/NAME.json, and what that file has is not measured again. The pictures of
+    a single run go to its folder. Those of several runs go to the folder that contains them, and
+    are called PICTURE_RUN_RUN.png. --out FILE puts pictures elsewhere.
+    """
 
     @command
     def main() -> None:
