@@ -77,7 +77,7 @@ from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import head_windows, layer_attention_weights
 from runtime.checkpoint import Checkpoint
-from scripts.common.command_line import FILES, option
+from scripts.common.command_line import option
 from scripts.common.hf_loading import CausalLM
 from scripts.common.hf_models import (
     AnyRun,
@@ -91,7 +91,7 @@ from scripts.common.plots import Curve, draw_curves, panels
 from scripts.common.runner import NO_TEXT, Evaluation, Results, as_command
 from scripts.common.runs import Run, load_run, outline
 from scripts.common.tables import print_table
-from scripts.common.validation import LengthOptions, TextOptions, stretches, windows
+from scripts.common.validation import FilesOptions, LengthOptions, stretches, windows
 
 TEXT = LSSAR["figure_a1"]["text"]
 CLAMP = 0.5
@@ -106,19 +106,15 @@ COLUMNS = ("first_token", "entropy", "entropy_share", "zeros", "dead", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MapOptions(LengthOptions, TextOptions):
+class MapOptions(LengthOptions, FilesOptions):
     """What heads attend to: maps of a text, the attention sink, and the weights by distance."""
 
     multiples = (1, 8)
 
     layer: int = option(-1, "layer to map: 0 is the first, -1 the last")
     text: str = option(TEXT, "text to map; empty: none (default: that of LSSAR's Figure A1)")
-    files: list[str] | None = option(None, "text files to measure hf: models on", **FILES)
     tokens: NonNegativeInt = option(32768, "validation tokens at each length; 0: only the text")
     distances: bool = option(False, "also measure positive weights by distance in all layers")
-
-    def text_files(self) -> list[str]:
-        return self.files or []
 
     def ids(self, config: Config) -> list[int]:
         """The tokens of the text."""

@@ -48,31 +48,34 @@ class TextOptions(EvaluationOptions):
 
     data_dir: str | None = option(None, "shards to use instead of the run's")
 
-    def text_files(self) -> list[str]:
-        """The files that a model of transformers is measured on."""
-        return []
-
     def applied(self, config: Config) -> Config:
         config = super().applied(config)
-        if isinstance(config, ModelConfig):
-            return config.with_text(self.text_files(), self.data_dir)
-        if self.text_files():
-            raise UserError(
-                f"{config.out_dir} is measured on shards: `python -m data.text FILES` makes them, "
-                "for --data_dir; text files are for models of transformers"
-            )
         return config.replace(data_dir=find_data(self.data_dir or config.data_dir))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlOptions(TextOptions):
+class FilesOptions(TextOptions):
+    """Options of an evaluation on validation tokens that takes models of transformers too."""
+
+    files: list[str] | None = option(None, "text files to measure hf: models on", **FILES)
+
+    def applied(self, config: Config) -> Config:
+        config = super().applied(config)
+        if isinstance(config, ModelConfig):
+            return config.with_text(self.files or [], self.data_dir)
+        if self.files:
+            raise UserError(
+                f"{config.out_dir} is measured on shards: `python -m data.text FILES` makes them, "
+                "for --data_dir; text files are for models of transformers"
+            )
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions(FilesOptions):
     """Options of an evaluation that measures every run beside its `sliding_window`."""
 
     no_control: bool = option(False, "skip the sliding-window control of each run")
-    files: list[str] | None = option(None, "text files to measure hf: models on", **FILES)
-
-    def text_files(self) -> list[str]:
-        return self.files or []
 
 
 def sliding_window(
