@@ -137,7 +137,7 @@ def with_bases(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 def check_plan(runs: Sequence[PlannedRun]) -> None:
     """Raise UserError for a folder with another run, and for settings that training refuses."""
-    sentences = changed(runs)
+    sentences = mismatches(runs)
     if sentences:
         raise UserError(f"{sentences[0]}; move it away, or give another --out")
     for run in runs:
@@ -145,7 +145,7 @@ def check_plan(runs: Sequence[PlannedRun]) -> None:
         micro_batch_size(run.config, processes_of(run.config))
 
 
-def changed(runs: Sequence[PlannedRun]) -> list[str]:
+def mismatches(runs: Sequence[PlannedRun]) -> list[str]:
     """A sentence for each run in a folder that was trained with something else than planned."""
     sentences = []
     for run in runs:
@@ -179,7 +179,7 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
     while True:
         left = [run for run in left if not run.finished]
         if not left:
-            return failures + changed(runs)  # such as by an edit since the first was trained
+            return failures + mismatches(runs)  # such as by an edit since the first was trained
         ready = [run for run in left if run.base not in left]
         run = next((run for run in ready if not is_locked(run.folder)), None)
         if run is None:

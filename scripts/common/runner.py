@@ -93,12 +93,12 @@ from scripts.common.options import EvaluationOptions, Options
 from scripts.common.plots import save_picture
 from scripts.common.runs import Run, find_weights, load_run, model_facts, run_facts, window_of
 
-# Modules whose source decides no number of an evaluation, or is part of the formulas' own hash.
-NO_CODE = ("config", "errors", "runtime", "attention")
+# Modules left out of the code hash: they change no number, or the formulas' hash has them.
+NOT_HASHED = ("config", "errors", "runtime", "attention")
 # What identifies the measurement of an evaluation that reads no validation text.
 NO_TEXT = {"data_dir": None, "val_sha256": None}
-# Options that are about this repository's attention and checkpoints.
-OF_RUNS = ("checkpoint", "attention", "p", "log_base", "attention_impl")
+# Options that models of transformers do not take.
+RUN_ONLY = ("checkpoint", "attention", "p", "log_base", "attention_impl")
 
 OptionsType = TypeVar("OptionsType", bound=EvaluationOptions)
 Results = dict[str, dict]  # measurements by the labels of their runs
@@ -171,7 +171,7 @@ def code_hash(evaluation: Evaluation) -> str:
         evaluation.measure,
         evaluation.summarise,
     )
-    return source_hash(tuple(map(definition_of, functions)), NO_CODE)
+    return source_hash(tuple(map(definition_of, functions)), NOT_HASHED)
 
 
 # ---- measuring a run once ----
@@ -398,7 +398,7 @@ def read_models(
     for name in names:
         if not name.startswith(PRETRAINED):
             raise UserError(f"{name} is a run, and {PRETRAINED} models take a command of their own")
-    for option in OF_RUNS:
+    for option in RUN_ONLY:
         if getattr(options, option) != getattr(Options, option):
             raise UserError(f"--{option} is for runs of this repository, not for {names[0]}")
     require("eval", "transformers")

@@ -176,7 +176,7 @@ def by_kind(kinds: Mapping[str, Sequence[Entry]]) -> Places:
 Normalisers = Mapping[str, Mapping[str, Entry]]  # normaliser -> name of positions -> entry
 
 
-def recall(normalisers: Normalisers) -> Draw:
+def recall_pictures(normalisers: Normalisers) -> Draw:
     """Draw normalisers by positions at 16x, and curves by length, where all seeds learned."""
     places = {}
     for normaliser, by_positions in normalisers.items():

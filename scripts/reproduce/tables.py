@@ -232,7 +232,7 @@ ENTROPY_AT = (0.25, 1.0, 4.0, 16.0)  # training lengths
 DEAD = ("near", "far", "all", "dead rows", "dead keys")
 
 
-def mapped(measured: dict) -> list[float]:
+def map_columns(measured: dict) -> list[float]:
     """Return the values of MAPPED, means over heads."""
     part = only_part(measured)
     return [mean_over_heads(part, name) for name in MAPPED]
@@ -287,7 +287,7 @@ NEWTON = [-2.0, 1.0, 1.0]
 ACCELERATION = [-2.0, 1.0, 0.0]
 
 
-def physics(config: Config) -> PhysicsOptions:
+def physics_options(config: Config) -> PhysicsOptions:
     """Take the published sizes, or less for fewer systems."""
     return PhysicsOptions(
         steps=min(10_000, math.ceil(config.systems / 40)),
@@ -296,7 +296,7 @@ def physics(config: Config) -> PhysicsOptions:
     )
 
 
-def newton(measured: dict) -> list[float]:
+def table3_columns(measured: dict) -> list[float]:
     """Return the columns of TABLE3."""
     vectors, magnitudes = measured["parts"].values()
     powers = [law["powers"] for law in magnitudes["laws"]]
@@ -327,7 +327,7 @@ def equations(table: dict) -> list[str]:
 # ---- copies in text ----
 
 
-def copied(measured: dict) -> list[float | None]:
+def copying_columns(measured: dict) -> list[float | None]:
     """Return the worth of a copy by lag, None where it hurts, and the share kept at the last."""
     shares = shares_kept(measured)
     lags = lags_in(measured)
@@ -458,7 +458,7 @@ EXPERIMENTS = {
         ),
         multiples=RecallOptions.multiples,
         values=accuracies_if_learned,
-        draw=pictures.recall(RECALL_ENTRIES),
+        draw=pictures.recall_pictures(RECALL_ENTRIES),
         note=(
             "`:plain_rope` has no dynamic NTK, `_nope` no positions, `hybrid_` none in half of the "
             "heads; the others are softmax with RoPE over a quarter of 1x."
@@ -502,7 +502,7 @@ EXPERIMENTS = {
         digits=3,
         evaluation=COPYING,
         options=lambda config: CopyingOptions(),
-        values=copied,
+        values=copying_columns,
         draw=pictures.together,
         remarks=shares_kept_by_seed,
         note="–: hurt, or undecided (docs/evaluations.md, Copies). `:plain_rope` has no scaling.",
@@ -518,7 +518,7 @@ EXPERIMENTS = {
         columns=tuple(MAPPED.values()),
         evaluation=ATTENTION_MAPS,
         options=lambda config: MapOptions(tokens=0),
-        values=mapped,
+        values=map_columns,
         draw_first_seed=pictures.maps,
     ),
     "table3": Experiment(
@@ -535,8 +535,8 @@ EXPERIMENTS = {
         digits=2,
         task="orbits",
         evaluation=PHYSICS,
-        options=physics,
-        values=newton,
+        options=physics_options,
+        values=table3_columns,
         draw_first_seed=pictures.forces,
         remarks=equations,
         note=(
