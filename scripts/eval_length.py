@@ -250,9 +250,10 @@ def require_same_data(runs: Sequence[Path]) -> None:
 
 
 def default_tokens(config: Config, lengths: Sequence[int]) -> int:
-    """A token for each 24 weights of the blocks, from 8 windows of the longest length on.
+    """The validation tokens that are measured by default.
 
-    That is 3.5M for 124M parameters, and at most val_tokens.
+    One token per 24 weights of the blocks, but at least 8 windows of the longest length, and at
+    most val_tokens. That is 3.5M for 124M parameters.
     """
     weights = 12 * config.n_layer * config.n_embd**2
     return min(config.val_tokens, max(weights // 24, 8 * max(lengths)))

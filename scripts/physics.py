@@ -112,7 +112,7 @@ class Task:
     tokens: NDArray[np.uint16]  # [sequences, entries, 2]
     states: Floats  # [sequences, points, features] that determine the force
     forces: Floats  # [sequences, points, outputs]
-    scale: Floats  # of the forces that the model predicts, broadcastable to them
+    scale: Floats  # the model's targets are forces / scale
     labelled: NDArray[np.bool_]  # [sequences, points]
 
     @property

@@ -418,8 +418,10 @@ def save_pictures(
     runs: Sequence[str | Path],
     out: Path | None,
 ) -> None:
-    """Save pictures of these runs under their names, or as `out`: the first as it is called, the
-    others with their names behind it."""
+    """Save pictures of these runs under their names.
+
+    With --out, the first in that file, each other with its name appended to the stem.
+    """
     if out and not pictures:
         print(f"--out {out}: there is nothing to draw", file=sys.stderr)
     for i, (name, figure) in enumerate(pictures.items()):

@@ -94,7 +94,7 @@ def loss_joined_and_apart(
 ) -> Experiment:
     """Measure the loss across documents by length, then within documents, of every run.
 
-    A control would be of the loss as a run was trained: across documents or within them.
+    Without a control, which is measured only in the way the run was trained.
     """
 
     def values(measured: dict) -> list[float]:

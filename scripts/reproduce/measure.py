@@ -157,7 +157,9 @@ class Work:
         for seed in self.seeds:
             try:
                 run = self.scale.run(entry, seed)
-            except UserError:  # not chosen, and impossible at this scale: a quarter of two heads
+            except UserError:
+                # an entry that was not chosen and cannot be built at this scale, such as a quarter
+                # of two heads
                 return []
             result = self.result(entry, run)
             if result is not None:
