@@ -13,7 +13,8 @@ def available(runs: Mapping[str, Sequence[dict]], length: int) -> list[float]:
 
     `runs` are the measured runs of each entry of headroom. The value is the loss at T, reading T
     tokens at a time, minus the loss at `length`, of the run that was trained at this length or at
-    the next longer length. A sliding window of T would have a lower loss: this is an upper bound.
+    the next longer length. A sliding window of T would have a lower loss, so the context beyond T
+    is worth less than this.
     """
     gains: dict[int, float] = {}
     for entry in LONGER:
