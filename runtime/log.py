@@ -292,7 +292,9 @@ def describe(
     for key in ("window", "local_window"):
         keys = getattr(config, key)
         if keys is not None and keys >= config.block_size:
-            lines.append(f"{key} = {keys} hides nothing at block_size = {config.block_size}")
+            lines.append(
+                f"warning: {key} = {keys} hides nothing at block_size = {config.block_size}"
+            )
     lines += describe_warm_up(config)
     lines += faster_dtype(config, training.device)
     if config.dry_run:

@@ -22,8 +22,8 @@ def test_a_dry_run_warns_of_settings_that_a_user_may_not_mean(train, capsys):
     train("run", "--dry_run", "--max_iters=7000", "--tokenizer=bytes", "--window=16")
     printed = capsys.readouterr().out
     assert "them 225 times" in printed
-    assert "window = 16 hides nothing at block_size = 16" in printed
-    assert "warning" not in printed
+    assert "warning: window = 16 hides nothing at block_size = 16" in printed
+    assert printed.count("warning") == 1
     train("run", "--dry_run", "--max_iters=8", "--warmup_iters=9")
     words = "warning: warmup_iters = 9 of max_iters = 8 steps: the learning rate only rises"
     assert words in capsys.readouterr().out
