@@ -92,6 +92,7 @@ def automatic(monkeypatch):
 @pytest.fixture
 def joining_kernels(monkeypatch):
     """Kernels that attend across documents; the check of kernels has few keys."""
+    pytest.importorskip("triton", reason="Triton is not installed")
     from attention_paths import module
     from layers import selfcheck
 

@@ -125,6 +125,8 @@ def test_at_most_twice_the_error_of_the_formula_in_the_same_dtype(case, dtype):
 )
 def test_rows_of_tiny_weights(case, score, impl):
     """Their sums are below 5e-20, whose inverse square overflows; F.gelu would be 0."""
+    if impl == "triton":
+        pytest.importorskip("triton", reason="Triton is not installed")
     q, k, v, gradient = draw(9, 9, 16, FLOAT32)
     q = q.abs()
     q = q * score / (q.sum(-1, keepdim=True) / 4)
