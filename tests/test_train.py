@@ -19,12 +19,11 @@ from config import Config
 from data.shards import write_shard
 from layers.build import build_model
 from model import GPT
-from optim import build_optimizers
 from runtime import checkpoint, run_folder
 from runtime.checkpoint import Training
 from runtime.distributed import EXIT_STOPPED
 from tests.helpers import reverse_shard
-from tests.runs import agree, assert_same_run, identical, lines, metrics, saved, weights
+from tests.runs import agree, assert_same_run, identical, metrics, saved, weights
 from train import Monitor, StepBatch, may_continue, train_step
 
 
@@ -115,59 +114,6 @@ def test_compiled_agrees_and_saves_plain_names(train, monkeypatch):
     compiled = train("compiled", *arguments, "--compile")
     assert metrics(compiled) == pytest.approx(metrics(plain), rel=1e-4)
     assert weights(compiled).keys() == weights(plain).keys()
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_group_with_an_lr_scale(train, monkeypatch, optimizer):
-    """Its lr_scale multiplies the schedule's rate in every step, also after --resume."""
-    scaled_names = set()
-
-    def scale_group(lr_scale):
-        """From here on, train with this lr_scale in AdamW's last group, or in Muon's group."""
-
-        def build(model, config):
-            optimizers = build_optimizers(model, config)
-            group = optimizers[0].param_groups[-1]
-            group["lr_scale"] = lr_scale
-            ids = {id(p) for p in group["params"]}
-            for name, p in model.named_parameters():
-                if id(p) in ids:
-                    scaled_names.add(name)
-            return optimizers
-
-        monkeypatch.setattr(train_module, "build_optimizers", build)
-
-    arguments = (f"--optimizer={optimizer}", "--checkpoint_interval=1", "--keep_every=1")
-    plain = train("plain", *arguments)
-    scale_group(1.0)
-    unscaled = train("unscaled", *arguments)
-    assert lines(unscaled) == lines(plain)
-    assert identical(weights(unscaled), weights(plain))
-
-    scale_group(10.0)
-    scaled = train("scaled", *arguments)
-    assert metrics(scaled, "lr") == metrics(plain, "lr")
-    assert metrics(scaled)[1] == metrics(plain)[1]
-    before = weights_at(plain, 0)
-    plain_after = weights_at(plain, 1)
-    scaled_after = weights_at(scaled, 1)
-    assert scaled_names
-    for name, weight in before.items():
-        if name not in scaled_names:
-            assert torch.equal(scaled_after[name], plain_after[name]), name
-            continue
-        update = plain_after[name] - weight
-        assert update.any(), name
-        scaled_update = scaled_after[name] - weight
-        torch.testing.assert_close(scaled_update, 10 * update, rtol=1e-4, atol=1e-6)
-
-    train("resumed", *arguments, "--max_iters=3")
-    resumed = train("resumed", *arguments, "--resume")
-    assert_same_run(resumed, scaled)
-
-
-def weights_at(run, step):
-    return torch.load(run / f"step_{step:06d}.pt", weights_only=True)["model"]
 
 
 # ---- stopping and resuming ----
