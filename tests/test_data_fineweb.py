@@ -65,8 +65,8 @@ def test_fineweb_refusals(corpus, tmp_path, call, refused):
     write_parquet(tmp_path / "mixed/a.parquet", ["a document"])
     lists = write_parquet(tmp_path / "mixed/b.parquet", [["a", "list"]])
     says(f"{lists}: cannot be read: ", tmp_path / "mixed")
-    numbers = write_parquet(tmp_path / "mixed/b.parquet", [17])  # datasets would make it "17"
-    says(f'{numbers}: "text" must be a string, not int64', tmp_path / "mixed")
+    numbers = write_parquet(tmp_path / "numbers.parquet", [17])
+    says('numbers.parquet, row 0: "text" must be a string, not int', numbers)
     binary = write_parquet(tmp_path / "binary.parquet", [b"a document"])
     says('binary.parquet, row 0: "text" must be a string, not bytes', binary)
     (tmp_path / "foreign").mkdir()
