@@ -59,7 +59,7 @@ class Entry(TypedDict):
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[\w.-]+_(train|val)_\d+\.bin$")]
     tokens: Count
-    sha256: NotRequired[str]  # of the file, as it was made
+    sha256: str  # of the file, as it was made
     next: Place  # of the shard after it
 
 
@@ -201,8 +201,8 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
 def identity_of(data_dir: str | Path) -> Identity:
     """Return what identifies the shards of a folder, whatever its path.
 
-    It has a hash of the shards of each split and, if meta.json has the checksums of all shards from
-    when they were made, a hash of those checksums. Raises UserError as `list_shards` does.
+    It has a hash of the shards of each split and, if there is a meta.json, a hash of the checksums
+    of all shards when they were made. Raises UserError as `list_shards` does.
     """
     identity = {
         "training shards": hash_shards(data_dir, "train"),
@@ -210,9 +210,7 @@ def identity_of(data_dir: str | Path) -> Identity:
     }
     meta = read_meta(data_dir)
     if meta is not None:
-        made = [shard.get("sha256", "") for shard in meta["shards"]]
-        if made and all(made):
-            identity["text"] = hash_hashes(made)
+        identity["text"] = hash_hashes([shard["sha256"] for shard in meta["shards"]])
     return identity
 
 

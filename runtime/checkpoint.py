@@ -50,7 +50,6 @@ from runtime.run_folder import (
     read_checkpoint,
     step_of,
 )
-from runtime.source import differs
 
 # Learnable scalars of attention, which another variant may not have.
 SCALARS = ("s", "b", "p_n", "sink")
@@ -163,7 +162,8 @@ def began_in(run: Path) -> Beginning:
 
 def edited_formulas(run: Path, config: Config) -> str | None:
     """If attention.py has changed since a run began, return what the run used; else None."""
-    if differs(began_in(run).formulas, formulas_hash(config)):
+    before = began_in(run).formulas
+    if before is not None and before != formulas_hash(config):
         return f"other formulas of {config.attention!r} than the code has now"
     return None
 
@@ -171,7 +171,7 @@ def edited_formulas(run: Path, config: Config) -> str | None:
 def changed_data(run: Path, config: Config) -> str | None:
     """If the shards in data_dir have changed since a run began, return what it used; else None.
 
-    Also None if the run records no shards, as older runs do, and if the folder is missing or
+    Also None if the run records no shards, and if the folder is missing or
     incomplete, which whatever reads the data will report.
     """
     before = began_in(run).data
