@@ -8,9 +8,19 @@ import pytest
 import torch
 
 from config import ROOT
+from errors import command
 from runtime import checkpoint, run_folder
+from runtime.config_files import load_config
 
 TIMES = {"ms", "tokens_per_s", "memory_mb", "mfu"}
+
+
+@command
+def run_train(*arguments):
+    """Do in this process what `python train.py` does with these arguments."""
+    import train  # for the processes of tests.faults, which have imported it already
+
+    train.main(load_config(list(map(str, arguments))))
 
 
 def copy_of_repository(target):

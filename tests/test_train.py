@@ -23,7 +23,7 @@ from runtime import checkpoint, run_folder
 from runtime.checkpoint import Training
 from runtime.distributed import EXIT_STOPPED
 from tests.helpers import reverse_shard
-from tests.runs import agree, assert_same_run, identical, metrics, saved, weights
+from tests.runs import agree, assert_same_run, identical, metrics, run_train, saved, weights
 from train import Monitor, StepBatch, may_continue, train_step
 
 
@@ -474,10 +474,10 @@ def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_rate(train, capsys
     assert "is good" not in message
 
 
-def command_in(message):
-    """The command in a message, as a user copies it: what follows `python`."""
-    (command,) = re.findall("python (train.py [^,;]+)", message)
-    return command.split()
+def arguments_in(message):
+    """The arguments of train.py in a message, as a user copies them."""
+    (arguments,) = re.findall("python train.py ([^,;]+)", message)
+    return arguments.split()
 
 
 def test_a_diverged_run_continues_past_its_step(train, tmp_path, capsys, monkeypatch):
@@ -521,8 +521,7 @@ def test_a_diverged_run_continues_past_its_step(train, tmp_path, capsys, monkeyp
 
     expected = [{"step": 4, "learning_rate": [0.02, 0.01], "first_batch": [0, 2]}]
     assert changes_of(run) == expected
-    monkeypatch.setattr("sys.argv", ["train.py", "--resume", str(run), "--max_iters=9"])
-    train_module.main()
+    run_train("--resume", run, "--max_iters=9")
     assert changes_of(run) == [*expected, {"step": 8, "max_iters": [8, 9]}]
 
 
@@ -542,10 +541,8 @@ def test_a_finished_schedule_is_extended_by_what_the_refusal_says(train, capsys,
         message = capsys.readouterr().err
         assert "followed a cosine schedule of 6 steps up to step 6" in message
         words = " constant rate, " if folder == run else " cosine from here, "
-        command = command_in(message.partition(words)[2].partition(", or")[0])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.argv", command)
-            train_module.main()
+        arguments = arguments_in(message.partition(words)[2].partition(", or")[0])
+        run_train(*arguments)
     constant = metrics(run, "lr")
     cosine = metrics(copy, "lr")
     last = constant[6]
