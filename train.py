@@ -226,8 +226,6 @@ def check_ranks(config: Config, identity: Identity) -> None:
     first, *others = all_gather(identity)
     for other_rank, other in enumerate(others, start=1):
         differing = data_difference(first, other)
-        if bool(first) != bool(other):  # a dry run may have no data
-            differing = "data"
         if differing is not None:
             raise UserError(
                 f"{config.data_dir}: rank {other_rank} reads other {differing} than rank 0: copy "
