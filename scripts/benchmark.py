@@ -186,10 +186,8 @@ def parse_model(path: str, impl: str, settings: list[str]) -> Config:
         raise UserError("plain takes no --document_mask: its attention joins documents")
     if config.dry_run:
         raise UserError("benchmark takes no --dry_run: it writes no run")
-    if TASKS[config.task].tokens_per_position > 1:
-        raise UserError(
-            f"benchmark measures models of one token a position, not task = {config.task}"
-        )
+    if config.task == "orbits":
+        raise UserError("benchmark measures models of one token a position, not task = orbits")
     return config
 
 
