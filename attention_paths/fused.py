@@ -33,20 +33,27 @@ def variant_obstacle(variant: Variant, head_size: int) -> str | None:
     return None
 
 
+def gpu_obstacle(q: Tensor) -> str | None:
+    """Why the device of q is no NVIDIA GPU of compute capability 8.0; None if it is one."""
+    if not q.is_cuda:
+        return f"it needs an NVIDIA GPU, and this is {q.device.type}"
+    if torch.version.hip is not None:  # AMD's GPUs are cuda devices too
+        return "it needs an NVIDIA GPU, and this is an AMD GPU"
+    gpu = torch.cuda.get_device_properties(q.device)  # torch.compile takes it as a constant
+    if gpu.major < 8:
+        return f"it needs compute capability 8.0 or newer, and this is {gpu.major}.{gpu.minor}"
+    return None
+
+
 def obstacle(layer: ReferenceAttention, q: Tensor) -> str | None:
     """Why the kernels cannot take these queries; None if they can."""
     if reason := variant_obstacle(layer.variant, layer.head_size):
         return reason
     if launch is None:
         return "Triton is not installed"
-    if not (q.is_cuda or launch.INTERPRETED):
-        return f"it needs an NVIDIA GPU, and this is {q.device.type}"
-    if torch.version.hip is not None:  # AMD's GPUs are cuda devices too
-        return "it needs an NVIDIA GPU, and this is an AMD GPU"
-    if q.is_cuda:
-        gpu = torch.cuda.get_device_properties(q.device)  # torch.compile takes it as a constant
-        if gpu.major < 8:
-            return f"it needs compute capability 8.0 or newer, and this is {gpu.major}.{gpu.minor}"
+    if q.is_cuda or not launch.INTERPRETED:
+        if reason := gpu_obstacle(q):
+            return reason
     if q.dtype in (torch.float16, torch.float64):
         return f"it computes in bfloat16 and float32, not in {q.dtype}"
     return None
