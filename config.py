@@ -391,11 +391,11 @@ def names(*groups: str) -> tuple[str, ...]:
 # The settings that decide what a run learns.
 LEARNED = names("attention", "model", "data", "optimisation")
 # What may change when a run is resumed.
-MAY_CHANGE = {"data_dir", "max_iters", "cooldown_iters", *names("machine", "logs", "run")}
+FREE_ON_RESUME = {"data_dir", "max_iters", "cooldown_iters", *names("machine", "logs", "run")}
 # What decides the learning rate of each step.
 SCHEDULE = ("learning_rate", "schedule", "warmup_iters", "cooldown_iters", "min_lr", "max_iters")
-# What may change on resume, too; the run's folder records the change.
-RECORDED = (*SCHEDULE, "first_batch")
+# What may change then, too: changes are recorded in environment.json.
+RECORDED_ON_RESUME = (*SCHEDULE, "first_batch")
 
 
 def choices(name: str) -> tuple[Any, ...]:
