@@ -394,7 +394,7 @@ LEARNED = names("attention", "model", "data", "optimisation")
 FREE_ON_RESUME = {"data_dir", "max_iters", "cooldown_iters", *names("machine", "logs", "run")}
 # What decides the learning rate of each step.
 SCHEDULE = ("learning_rate", "schedule", "warmup_iters", "cooldown_iters", "min_lr", "max_iters")
-# What may change then, too: changes are recorded in environment.json.
+# What may change on resume, too: the changes are recorded in environment.json.
 RECORDED_ON_RESUME = (*SCHEDULE, "first_batch")
 
 

@@ -98,13 +98,13 @@ def checksum(filesystem: Any, path: str) -> str:
 
 def patterns(paths: list[str]) -> list[str]:
     """Glob patterns of parquet files, and of all parquet files below folders."""
-    patterns = []
+    globs = []
     for path in paths:
         pattern = escape(path)
         if Path(path).is_dir():
             pattern += "/**/*.parquet"
-        patterns.append(pattern)
-    return patterns
+        globs.append(pattern)
+    return globs
 
 
 def default_folder(repo: str, name: str | None) -> str:
