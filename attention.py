@@ -231,7 +231,8 @@ class Variant:
     def takes_sink(self) -> bool:
         """Tell whether it can have a sink.
 
-        It needs l1. Its score starts at 0, where phi must be positive: else it gets no gradient.
+        The weights must be l1-normalised. phi must never be negative, and be positive at 0, where
+        the sink's score starts: else the sink gets no gradient.
         """
         if not self.is_l1 or self.phi.signed:
             return False

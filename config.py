@@ -352,8 +352,9 @@ class Config:
 
 
 SETTINGS = {f.name: f.metadata for f in fields(Config)}
-# The first setting of each group, and the group's name. A group ends where the next begins: to move
-# a setting in Config changes what may differ between runs that are compared, or on resume.
+# The first setting of each group, and the group's name. A group ends where the next begins: a
+# setting that moves within Config may join another group, and then other rules hold for it when
+# runs are compared or resumed.
 GROUPS = {
     "attention": "attention",
     "n_layer": "model",

@@ -364,7 +364,7 @@ class Monitor:
         return self.training.device.type == "cuda"
 
     def begin(self) -> Event:
-        """Return when the next step begins: where the pending step ends or, without one, now."""
+        """Return the event at which the next step begins: the pending step's end, or now."""
         return self.pending.ended if self.pending else Event(self.training.device)
 
     def add(self, update: Update) -> None:

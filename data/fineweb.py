@@ -108,8 +108,10 @@ def patterns(paths: list[str]) -> list[str]:
 
 
 def default_folder(repo: str, name: str | None) -> str:
-    """Name a folder: fineweb10B for HuggingFaceFW/fineweb, sample-10BT; my_set_small for x/My.Set,
-    small."""
+    """Return the folder of a dataset and its configuration.
+
+    It is my_set_small of x/My.Set and small, and fineweb10B of HuggingFaceFW/fineweb, sample-10BT.
+    """
     words = f"{repo.split('/')[-1]} {name or ''}".lower()
     folder = re.sub("[^a-z0-9]+", "_", words).strip("_")
     return re.sub(r"_sample_(\d+)bt$", r"\1B", folder)

@@ -130,7 +130,7 @@ class Loader(ABC):
 
     @abstractmethod
     def open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
-        """A function from indices of validation windows to x and y in host memory, as `read`."""
+        """Return a function from indices of validation windows to x and y in host memory."""
 
     @abstractmethod
     def identity(self) -> Identity:

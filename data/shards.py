@@ -257,8 +257,10 @@ def hash_hashes(hashes: list[str]) -> str:
 def check_ids(
     source: str | Path, tokens: NDArray[np.integer], vocab_size: int, start: int = 0
 ) -> None:
-    """Raise UserError unless all tokens [n], the first of them token `start` of `source`, are below
-    `vocab_size`."""
+    """Raise UserError if one of these tokens [n] is not below `vocab_size`.
+
+    `source` and `start`, the first token's place in it, are for the message.
+    """
     if tokens.max() >= vocab_size:
         first = int(np.argmax(tokens >= vocab_size))
         raise UserError(

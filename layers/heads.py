@@ -70,7 +70,8 @@ def build_hybrid_attention(config: Config, layer: int) -> list[Attention]:
 
 def check_attention(config: Config) -> None:
     """Raise UserError where settings contradict the attention, by building it."""
-    build_hybrid_attention(config, layer=-1)  # which has heads without positions, if any layer has
+    # layer -1 is one of nope_every, since -1 + 1 is a multiple: it has NoPE heads if any layer has
+    build_hybrid_attention(config, layer=-1)
 
 
 def build_heads(config: Config, heads: range, window: int | None) -> Attention:
