@@ -19,7 +19,7 @@ from attention_paths.varlen import varlen_obstacle
 from config import Config
 from errors import UserError
 from layers.documents import positions_in_documents
-from layers.heads import formulas_hash
+from layers.formulas import formulas_hash
 from runtime.distributed import all_reduce_max
 
 # Tolerance of relative errors: (8 + p) roundings of bfloat16, four times what correct kernels show,

@@ -35,7 +35,7 @@ from config import FREE_ON_RESUME, RECORDED_ON_RESUME, SCHEDULE, Config
 from data.shards import Identity, data_difference, identity_of
 from data.tokenizer import copy_tokenizer
 from errors import UserError, first_line
-from layers.heads import formulas_hash
+from layers.formulas import formulas_hash
 from model import GPT
 from optim import learning_rate
 from runtime.config_files import DATA_DIR, shown

@@ -18,7 +18,7 @@ from config import Config
 from data.shards import read_shard, write_shard
 from errors import UserError
 from layers.build import build_model
-from layers.heads import formulas_hash
+from layers.formulas import formulas_hash
 from runtime import checkpoint, files, run_folder
 from scripts import attention_maps, curves, eval_length
 from scripts.common import runner

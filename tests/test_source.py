@@ -14,7 +14,7 @@ import torch
 
 from attention import VARIANTS, Phi
 from config import Config
-from layers.heads import SHARED_FORMULAS, formulas_hash
+from layers.formulas import SHARED_FORMULAS, formulas_hash
 from runtime import source
 from runtime.source import Definition, definition_of, nodes_of, source_hash
 from scripts import eval_length, passkey, recall
