@@ -127,16 +127,14 @@ class Rows:
     L: int  # the training length
     gamma: float
     p: float | None
+    # how stage 2 raises to the power: normalised_power, or what is faster (attention_paths.power)
+    normalised_power: Callable[[Tensor, Tensor, float], Tensor]
     document_positions: Tensor | None = None  # [B, 1, Lq, 1] of each row within its document
     score_scale: float | Tensor = 1.0  # on every score: the square of YaRN's attention factor
     softcap: float | None = None
     slopes: Tensor | None = None  # [H, 1, 1] of ALiBi
     decay: Tensor | None = None  # [B, H, Lk] log f_1 + .. + log f_j, f the forget gates
     sink: Tensor | None = None  # [H, 1, 1] the sink's score
-    # how stage 2 raises to the power: attention_paths.power is faster on a CPU
-    normalised_power: Callable[[Tensor, Tensor, float], Tensor] = field(
-        default_factory=lambda: normalised_power
-    )
     # set only for a variant that names them in `learnable`
     s: Tensor = field(init=False)  # [H, 1, 1]
     b: Tensor = field(init=False)  # [H, 1, 1]
@@ -145,14 +143,13 @@ class Rows:
     u: Tensor = field(init=False)  # [B, H, Lq, 1]
     w: Tensor = field(init=False)  # [B, H, Lq, 1]
 
-    def sees(self, key_count: int) -> Tensor:
-        """Return [Lq, key_count], or [B, 1, ..] with documents, True where a row sees a key."""
-        key = torch.arange(key_count, device=self.last.device)
-        visible = key <= self.last
+    def sees(self) -> Tensor:
+        """Return [Lq, Lk], or [B, 1, Lq, Lk] with documents, True where a row sees a key."""
+        visible = self.keys <= self.last
         if self.window is not None:
-            visible = visible & (key > self.last - self.window)
+            visible = visible & (self.keys > self.last - self.window)
         if self.document_positions is not None:
-            visible = visible & (key >= self.last - self.document_positions)
+            visible = visible & (self.keys >= self.last - self.document_positions)
         return visible
 
 
@@ -318,7 +315,7 @@ def negate(A: Tensor, rows: Rows) -> Tensor:
 
 def recentre(A: Tensor, rows: Rows) -> Tensor:
     """Subtract the mean of the row, except where n <= 3 (the footnote of LSSAR Table A4)."""
-    visible = rows.sees(A.shape[-1])
+    visible = rows.sees()
     return A - (visible & (rows.n > 3)) / rows.n
 
 
@@ -548,7 +545,7 @@ def attention_weights(
         z = z - rows.slopes * (rows.last - rows.keys)
     if rows.decay is not None:
         decay = rows.decay[:, :, None]  # [B, H, 1, Lk]
-        decay_of_queries = at_queries(rows.decay, rows)[..., None]  # [B, H, Lq, 1]
+        decay_of_queries = rows.decay[:, :, -z.shape[2] :, None]  # [B, H, Lq, 1]
         z = z + (decay_of_queries - decay)
     z = mask_hidden(z, rows, variant)
     if variant.row_weights is not None:
@@ -576,15 +573,10 @@ def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:
     return variant.phi.shift
 
 
-def at_queries(x: Tensor, rows: Rows) -> Tensor:
-    """Select from x [B, H, Lk], of all keys, the queries' positions, [B, H, Lq]."""
-    return x.index_select(2, rows.last[:, 0])
-
-
 def mask_hidden(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
     """Replace the scores of hidden keys in z [.., Lq, Lk], which may be overwritten."""
     Lq, Lk = z.shape[-2:]
-    hidden = ~rows.sees(Lk)
+    hidden = ~rows.sees()
     if variant.row_weights is not None:
         return torch.where(hidden, -math.inf, z)
     value = variant.phi.zero

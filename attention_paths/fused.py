@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from attention import Variant, at_queries, l2_normalise, relu_power, shift_of, softpick
+from attention import Variant, l2_normalise, relu_power, shift_of, softpick
 from attention_paths.reference import Context, ReferenceAttention
 
 launch: ModuleType | None
@@ -92,7 +92,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
     if decay is not None:
         decay = entry.argument * decay
         key_bias = -decay
-        query_decay = at_queries(decay, rows)
+        query_decay = decay[:, :, -q.shape[2] :]
         if variant.is_softmax and layer.p is None and not layer.has_sink:
             # softmax is the same for all scores of a row shifted alike: no gradient to compute
             query_decay = query_decay.detach()

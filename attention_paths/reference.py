@@ -210,10 +210,10 @@ class ReferenceAttention(nn.Module):
             L=self.trained_length,
             gamma=self.gamma,
             p=self.p,
+            normalised_power=fast_normalised_power,
             document_positions=document_positions,
             score_scale=context.score_scale,
             softcap=self.softcap,
-            normalised_power=fast_normalised_power,
         )
         for name in self.variant.from_input:
             value = context.row_inputs.get(name, last.new_zeros(1, 1, 1))  # 0 without an input

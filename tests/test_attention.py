@@ -461,6 +461,7 @@ def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
         L=10,
         gamma=1.0,
         p=3,
+        normalised_power=attention.normalised_power,
     )
     out = attention.relu_power(A, rows)
     assert out[0, 0, 0, 3] == pytest.approx(winner, rel=1e-4)
