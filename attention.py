@@ -239,7 +239,7 @@ class Variant:
     @property
     def is_softmax(self) -> bool:
         """Tell whether it is softmax at any scale, which torch's fused attention computes."""
-        return self.is_l1 and self.phi is EXP and self.bias is None
+        return self.is_l1 and self.phi.function is torch.exp and self.bias is None
 
 
 # ---- scales, biases and norms of rows ----

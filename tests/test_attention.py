@@ -1,5 +1,6 @@
 """The attention family against the formulas of tests/textbook.py, in float64."""
 
+import copy
 import functools
 import math
 import re
@@ -327,6 +328,14 @@ def test_no_minimum_of_integers(case, window):
     q, k, v = torch.randn(3, 1, 2, 16, attn.head_size)
     with MinimumsAreOfFloats():
         attn(q, k, v)
+
+
+@pytest.mark.parametrize("case, path", [("ssmax.py", "sdpa"), ("lssar_p3.py", "blocked")])
+def test_a_deep_copy_takes_the_same_path(case, path):
+    attn = build(case)
+    q, _, _ = draw(4, 4)
+    for layer in (attn, copy.deepcopy(attn)):
+        assert layer.path(q, 4) == path
 
 
 @pytest.mark.parametrize("case", ["softmax.py", "lssar_p3.py"])
