@@ -119,8 +119,8 @@ class Rows:
     """
 
     n: Tensor  # [Lq, 1] keys that each row sees; [B, 1, Lq, 1] with document_positions
-    last: Tensor  # [Lq, 1] the last of them, each query's own: its index among the call's keys
-    keys: Tensor  # [Lk] 0 .. Lk - 1: last - keys is the distance
+    q_idx: Tensor  # [Lq, 1] the last of them, each query's own: its index among the call's keys
+    kv_idx: Tensor  # [Lk] 0 .. Lk - 1: q_idx - kv_idx is the distance
     head: Tensor  # [H, 1, 1] counted from 0
     window: int | None
     d: int  # head size
@@ -145,11 +145,11 @@ class Rows:
 
     def sees(self) -> Tensor:
         """Return [Lq, Lk], or [B, 1, Lq, Lk] with documents, True where a row sees a key."""
-        visible = self.keys <= self.last
+        visible = self.kv_idx <= self.q_idx
         if self.window is not None:
-            visible = visible & (self.keys > self.last - self.window)
+            visible = visible & (self.kv_idx > self.q_idx - self.window)
         if self.document_positions is not None:
-            visible = visible & (self.keys >= self.last - self.document_positions)
+            visible = visible & (self.kv_idx >= self.q_idx - self.document_positions)
         return visible
 
 
@@ -387,7 +387,7 @@ def stick_breaking(z: Tensor, rows: Rows) -> Tensor:
 
     Row i does not see key i.
     """
-    hidden = (z == -math.inf) | (rows.keys == rows.last)
+    hidden = (z == -math.inf) | (rows.kv_idx == rows.q_idx)
     log_left = F.logsigmoid(-z).masked_fill(hidden, 0)  # what key k leaves
     reversed_sum = log_left.flip(-1).cumsum(-1)
     sum_from_j = reversed_sum.flip(-1)
@@ -416,7 +416,7 @@ def scale_invariant(z: Tensor, rows: Rows) -> Tensor:
     With m_t = 1 - a_t^2, e^(a_t z + m_t) is sqrt(e) / (t / tau + 1) on average where z is normal
     with unit variance: beyond tau, keys from t to 2 t get as much in all as from 2 t to 4 t.
     """
-    distance = (rows.last - rows.keys).to(z.dtype)  # [Lq, Lk]; below 0 for hidden keys
+    distance = (rows.q_idx - rows.kv_idx).to(z.dtype)  # [Lq, Lk]; below 0 for hidden keys
     log_distance = torch.log1p(distance.clamp_min(0) / LOCAL_TOKENS)
     factor = (2 * log_distance + 1).sqrt()
     return (factor * z - 2 * log_distance).softmax(-1)
@@ -542,7 +542,7 @@ def attention_weights(
     if variant.bias is not None:
         z = z + variant.bias(rows)
     if rows.slopes is not None:
-        z = z - rows.slopes * (rows.last - rows.keys)
+        z = z - rows.slopes * (rows.q_idx - rows.kv_idx)
     if rows.decay is not None:
         decay = rows.decay[:, :, None]  # [B, H, 1, Lk]
         decay_of_queries = rows.decay[:, :, -z.shape[2] :, None]  # [B, H, Lq, 1]
@@ -562,7 +562,7 @@ def attention_weights(
     elif rows.p is None or variant.reweight is not relu_power:  # with p, relu_power does the l1
         A = l1_normalise(A, variant.phi.signed)
     A = variant.reweight(A, rows)
-    return A[..., : len(rows.keys)]  # without the sink
+    return A[..., : len(rows.kv_idx)]  # without the sink
 
 
 def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:

@@ -77,9 +77,9 @@ def check_causality(name: str, variant: Variant) -> None:
         all_weights = attention.weights(q, k, context)[0]  # [H, 6, 6]
     except Exception as error:  # whatever a formula raises
         raise UserError(
-            f"{name}: its formulas fail: {type(error).__name__}: {error}. n, s, b and p_n of a "
-            "row's context are tensors: rows.n.log(), not math.log(rows.n); s, b and p_n exist "
-            "where `learnable` names them"
+            f"{name}: its formulas fail: {type(error).__name__}: {error}. n, s, b and p_n of "
+            "`rows`, the Rows of attention.py, are tensors: rows.n.log(), not math.log(rows.n); s, "
+            "b and p_n exist where `learnable` names them"
         ) from error
     if variant.bias is not None and not variant.keyed:
         rows = attention.rows(q, 6, NO_CONTEXT)
@@ -139,7 +139,7 @@ def check_gradients(
     """
     cause = "in the first row n is 1 and log n is 0"
     if variant.keyed:
-        cause = "for hidden keys rows.last - rows.keys is negative: take its clamp_min(0)"
+        cause = "for hidden keys rows.q_idx - rows.kv_idx is negative: take its clamp_min(0)"
     for key, x in learned.items():
         (gradient,) = torch.autograd.grad(
             weights.square().sum(), x, retain_graph=True, allow_unused=True

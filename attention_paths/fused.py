@@ -86,7 +86,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         bias = entry.argument * per_row(variant.bias(rows))
     decay = rows.decay
     if rows.slopes is not None:  # ALiBi is a constant forget gate, exact near the last key
-        alibi = (rows.slopes * (rows.last[-1] - rows.keys))[:, 0].expand(*q.shape[:2], -1)
+        alibi = (rows.slopes * (rows.q_idx[-1] - rows.kv_idx))[:, 0].expand(*q.shape[:2], -1)
         decay = alibi if decay is None else decay + alibi
     key_bias = None
     if decay is not None:
@@ -105,7 +105,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         sink = entry.argument * rows.sink[:, 0, 0]
     first_key = None
     if rows.document_positions is not None:
-        first_key = (rows.last - rows.document_positions).clamp_min(0).int()  # [B, 1, Lq, 1]
+        first_key = (rows.q_idx - rows.document_positions).clamp_min(0).int()  # [B, 1, Lq, 1]
         first_key = first_key.expand(*q.shape[:3], 1)[..., 0]
     window = layer.window
     if window is not None and window >= k.shape[2]:

@@ -186,14 +186,14 @@ class ReferenceAttention(nn.Module):
         heads: slice = ALL,
     ) -> Rows:
         """Return the rows of these heads, for the last queries q [B, H, Lq, d] of Lk positions."""
-        keys = torch.arange(Lk, device=q.device)
-        last = keys[Lk - q.shape[2] :, None]
+        kv_idx = torch.arange(Lk, device=q.device)
+        q_idx = kv_idx[Lk - q.shape[2] :, None]
         # float32 at least: bfloat16 cannot count past 256. Not integers: Inductor folds the minimum
         # of a constant and an index into an expression that it cannot compare.
         dtype = torch.promote_types(q.dtype, torch.float32)
         document_positions = context.document_positions
         if document_positions is None:
-            n = (last + 1).to(dtype)
+            n = (q_idx + 1).to(dtype)
         else:
             document_positions = document_positions[:, None, :, None]
             n = (document_positions + 1).to(dtype)
@@ -202,8 +202,8 @@ class ReferenceAttention(nn.Module):
         head = torch.arange(self.n_head, device=q.device)[heads, None, None]
         rows = Rows(
             n=n,
-            last=last,
-            keys=keys,
+            q_idx=q_idx,
+            kv_idx=kv_idx,
             head=head,
             window=self.window,
             d=self.head_size,
@@ -216,7 +216,7 @@ class ReferenceAttention(nn.Module):
             softcap=self.softcap,
         )
         for name in self.variant.from_input:
-            value = context.row_inputs.get(name, last.new_zeros(1, 1, 1))  # 0 without an input
+            value = context.row_inputs.get(name, q_idx.new_zeros(1, 1, 1))  # 0 without an input
             setattr(rows, name, value[..., None].to(dtype))
         if self.s is not None:
             rows.s = self.s[heads, None, None]

@@ -459,11 +459,11 @@ def test_a_row_with_a_single_key_has_no_gradient(p):
 def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
     A = torch.full((1, 1, 1, 10), 0.1 * (1 - largest / 9), dtype=torch.float64)
     A[..., 3] = 0.1 * (1 + largest)
-    last = torch.tensor([[9]])
+    q_idx = torch.tensor([[9]])
     rows = attention.Rows(
-        n=last + 1.0,
-        last=last,
-        keys=torch.arange(10),
+        n=q_idx + 1.0,
+        q_idx=q_idx,
+        kv_idx=torch.arange(10),
         head=torch.zeros(1, 1, 1),
         window=None,
         d=8,
@@ -599,12 +599,12 @@ GRADIENTS_AT_HIDDEN_KEYS = {
     "in place": Variant(Phi(lambda z: z.exp_())),
     "bias": Variant(
         attention.EXP,
-        bias=lambda rows: -(rows.last - rows.keys).log1p(),
+        bias=lambda rows: -(rows.q_idx - rows.kv_idx).log1p(),
         keyed=True,
     ),
     "bias with s": Variant(
         attention.EXP,
-        bias=lambda rows: -rows.s * (rows.last - rows.keys).clamp_min(0).log1p(),
+        bias=lambda rows: -rows.s * (rows.q_idx - rows.kv_idx).clamp_min(0).log1p(),
         keyed=True,
         learnable=("s",),
     ),
@@ -642,7 +642,7 @@ REFUSED = [
         r"own: its formulas fail.*rows\.n\.log\(\), not math\.log",
     ),
     (
-        Variant(attention.EXP, bias=lambda rows: rows.keys - rows.last),
+        Variant(attention.EXP, bias=lambda rows: rows.kv_idx - rows.q_idx),
         "own: its bias differs between keys, so it needs keyed=True",
     ),
     (
@@ -652,7 +652,7 @@ REFUSED = [
     (
         Variant(
             attention.EXP,
-            bias=lambda rows: -rows.s * (rows.last - rows.keys).log1p(),
+            bias=lambda rows: -rows.s * (rows.q_idx - rows.kv_idx).log1p(),
             keyed=True,
             learnable=("s",),
         ),
@@ -661,7 +661,7 @@ REFUSED = [
     (
         Variant(
             attention.EXP,
-            bias=lambda rows: -rows.p_n * (rows.last - rows.keys).sqrt(),
+            bias=lambda rows: -rows.p_n * (rows.q_idx - rows.kv_idx).sqrt(),
             keyed=True,
             learnable=("p_n",),
         ),
@@ -670,7 +670,7 @@ REFUSED = [
     (
         Variant(
             attention.SIGMOID,
-            bias=lambda rows: rows.u * (rows.last - rows.keys).log1p(),
+            bias=lambda rows: rows.u * (rows.q_idx - rows.kv_idx).log1p(),
             keyed=True,
             from_input=("u",),
         ),
@@ -692,7 +692,7 @@ REFUSED = [
         r"own: a row's weights depend on the number of keys or rows in the call",
     ),
     (
-        Variant(attention.EXP, bias=lambda rows: (rows.last + 1).log() * rows.keys, keyed=True),
+        Variant(attention.EXP, bias=lambda rows: (rows.q_idx + 1).log() * rows.kv_idx, keyed=True),
         "own: a row's weights depend on the number",
     ),
     (
@@ -727,7 +727,7 @@ def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, mo
 
     def bias(rows):
         slope = slopes[rows.head[:, 0, 0]]
-        distance = rows.last - rows.keys
+        distance = rows.q_idx - rows.kv_idx
         return -slope * distance
 
     variant = Variant(attention.EXP, bias=bias, keyed=True)
