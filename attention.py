@@ -62,7 +62,7 @@ class Phi:
     """The function phi that turns a score into a weight, before normalisation."""
 
     function: Callable[[Tensor], Tensor]
-    # The score of hidden keys. phi must be 0 there, which attention_paths.check makes sure of.
+    # The score of masked keys. phi must be 0 there, which attention_paths.check makes sure of.
     zero: float = -math.inf
     # phi takes negative values: l1 then sums absolute values, and stage 2 is refused.
     signed: bool = False
@@ -201,7 +201,7 @@ class Variant:
     # row inputs, any of u and w, which each head computes linearly from the layer's input
     from_input: tuple[str, ...] = ()
     # replaces phi, norm and stage 2, where a weight depends on the whole row: from scores
-    # [.., Lq, Lk], -inf for hidden keys, to weights
+    # [.., Lq, Lk], -inf for masked keys, to weights
     row_weights: RowFunction | None = None
     # stage 2, from the normalised weights to the weights; relu_power changes nothing without p
     reweight: RowFunction = relu_power
@@ -387,27 +387,27 @@ def stick_breaking(z: Tensor, rows: Rows) -> Tensor:
 
     Row i does not see key i.
     """
-    hidden = (z == -math.inf) | (rows.kv_idx == rows.q_idx)
-    log_left = F.logsigmoid(-z).masked_fill(hidden, 0)  # what key k leaves
+    masked = (z == -math.inf) | (rows.kv_idx == rows.q_idx)
+    log_left = F.logsigmoid(-z).masked_fill(masked, 0)  # what key k leaves
     reversed_sum = log_left.flip(-1).cumsum(-1)
     sum_from_j = reversed_sum.flip(-1)
     log_left_by_later = sum_from_j - log_left  # by j < k < i together
     weights = (F.logsigmoid(z) + log_left_by_later).exp()
-    return weights.masked_fill(hidden, 0)
+    return weights.masked_fill(masked, 0)
 
 
 def adaptive_temperature(z: Tensor, rows: Rows) -> Tensor:
     """Compute softmax(beta z), beta a polynomial in the entropy of softmax(z), at least 1."""
-    hidden = z == -math.inf
-    log_A = z.log_softmax(-1).masked_fill(hidden, 0)
+    masked = z == -math.inf
+    log_A = z.log_softmax(-1).masked_fill(masked, 0)
     A = log_A.exp()
     entropy = -(A * log_A).sum(-1, keepdim=True)
     beta = torch.zeros_like(entropy)
     for coefficient in (-0.037, 0.481, -2.3, 4.917, -1.791):  # the paper's fit, from entropy^4 down
         beta = beta * entropy + coefficient
     beta = torch.where(entropy > 0.5, beta.clamp_min(1), 1)
-    z = z.masked_fill(hidden, 0) * beta
-    return z.masked_fill(hidden, -math.inf).softmax(-1)
+    z = z.masked_fill(masked, 0) * beta
+    return z.masked_fill(masked, -math.inf).softmax(-1)
 
 
 def scale_invariant(z: Tensor, rows: Rows) -> Tensor:
@@ -416,7 +416,7 @@ def scale_invariant(z: Tensor, rows: Rows) -> Tensor:
     With m_t = 1 - a_t^2, e^(a_t z + m_t) is sqrt(e) / (t / tau + 1) on average where z is normal
     with unit variance: beyond tau, keys from t to 2 t get as much in all as from 2 t to 4 t.
     """
-    distance = (rows.q_idx - rows.kv_idx).to(z.dtype)  # [Lq, Lk]; below 0 for hidden keys
+    distance = (rows.q_idx - rows.kv_idx).to(z.dtype)  # [Lq, Lk]; below 0 for masked keys
     log_distance = torch.log1p(distance.clamp_min(0) / LOCAL_TOKENS)
     factor = (2 * log_distance + 1).sqrt()
     return (factor * z - 2 * log_distance).softmax(-1)
@@ -529,7 +529,7 @@ def attention_weights(
     products: Callable[[Tensor], Tensor],
     rows: Rows,
 ) -> Tensor:
-    """Compute the weights [B, H, Lq, Lk], 0 for hidden keys: the readable reference.
+    """Compute the weights [B, H, Lq, Lk], 0 for masked keys: the readable reference.
 
     `products` gives the dot products [B, H, Lq, Lk] of queries like q [B, H, Lq, d] with the keys,
     so that the caller may hold the keys in any form. The caller brings q and k to unit length if
@@ -547,7 +547,7 @@ def attention_weights(
         decay = rows.decay[:, :, None]  # [B, H, 1, Lk]
         decay_of_queries = rows.decay[:, :, -z.shape[2] :, None]  # [B, H, Lq, 1]
         z = z + (decay_of_queries - decay)
-    z = mask_hidden(z, rows, variant)
+    z = mask_scores(z, rows, variant)
     if variant.row_weights is not None:
         return variant.row_weights(z, rows)
     if rows.sink is not None:  # becomes the last column
@@ -573,23 +573,23 @@ def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:
     return variant.phi.shift
 
 
-def mask_hidden(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
-    """Replace the scores of hidden keys in z [.., Lq, Lk], which may be overwritten."""
+def mask_scores(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
+    """Replace the scores of masked keys in z [.., Lq, Lk], which may be overwritten."""
     Lq, Lk = z.shape[-2:]
-    hidden = ~rows.sees()
+    masked = ~rows.sees()
     if variant.row_weights is not None:
-        return torch.where(hidden, -math.inf, z)
+        return torch.where(masked, -math.inf, z)
     value = variant.phi.zero
     if variant.reweight is not relu_power or value > -math.inf:
-        # the gradient of phi or of `reweight` at hidden keys may be infinite or NaN
-        return torch.where(hidden, value, z)
+        # the gradient of phi or of `reweight` at masked keys may be infinite or NaN
+        return torch.where(masked, value, z)
     # phi is flat at -inf (attention_paths.check), so autograd need not know. Without a window or
     # documents every row sees the first Lk - Lq keys, so that only later columns are masked.
     first = 0
     if rows.window is None and rows.document_positions is None and Lq > 1:
         first = Lk - Lq
     with torch.no_grad():
-        z[..., first:].masked_fill_(hidden[..., first:], value)
+        z[..., first:].masked_fill_(masked[..., first:], value)
     return z
 
 

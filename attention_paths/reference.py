@@ -143,7 +143,7 @@ class ReferenceAttention(nn.Module):
             return self.output(q, keys, v, context)
 
     def weights(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        """Return the attention weights [B, H, Lq, Lk], float32 or float64, 0 for hidden keys."""
+        """Return the attention weights [B, H, Lq, Lk], float32 or float64, 0 for masked keys."""
         with torch.autocast(q.device.type, enabled=False):
             q, keys = self.normalise(q, k)
             rows = self.rows(q, k.shape[2], context)

@@ -588,7 +588,7 @@ def silu_of_visible(z, rows):
     return w / total
 
 
-GRADIENTS_AT_HIDDEN_KEYS = {
+GRADIENTS_AT_MASKED_KEYS = {
     "finite zero": Variant(Phi(root_of_softplus, zero=-1000.0)),
     "row weights": Variant(attention.EXP, row_weights=silu_of_visible),
     "reweight": Variant(
@@ -611,8 +611,8 @@ GRADIENTS_AT_HIDDEN_KEYS = {
 }
 
 
-@pytest.mark.parametrize("variant", GRADIENTS_AT_HIDDEN_KEYS.values(), ids=GRADIENTS_AT_HIDDEN_KEYS)
-def test_formulas_whose_gradient_at_hidden_keys_is_nan_are_accepted(variant):
+@pytest.mark.parametrize("variant", GRADIENTS_AT_MASKED_KEYS.values(), ids=GRADIENTS_AT_MASKED_KEYS)
+def test_formulas_whose_gradient_at_masked_keys_is_nan_are_accepted(variant):
     check_variant(variant)
 
 
