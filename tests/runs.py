@@ -18,7 +18,7 @@ TIMES = {"ms", "tokens_per_s", "memory_mb", "mfu"}
 @command
 def run_train(*arguments):
     """Do in this process what `python train.py` does with these arguments."""
-    import train  # for the processes of tests.faults, which have imported it already
+    import train  # here, as many tests do without it
 
     train.main(load_config(list(map(str, arguments))))
 
