@@ -62,7 +62,7 @@ class Phi:
     """The function phi that turns a score into a weight, before normalisation."""
 
     function: Callable[[Tensor], Tensor]
-    # The score of hidden keys. phi must be 0 there, which attention_paths.check makes sure of.
+    # The score of masked keys. phi must be 0 there, which attention_paths.check makes sure of.
     zero: float = -math.inf
     # phi takes negative values: l1 then sums absolute values, and stage 2 is refused.
     signed: bool = False
@@ -119,24 +119,22 @@ class Rows:
     """
 
     n: Tensor  # [Lq, 1] keys that each row sees; [B, 1, Lq, 1] with document_positions
-    last: Tensor  # [Lq, 1] the last of them, each query's own: its index among the call's keys
-    keys: Tensor  # [Lk] 0 .. Lk - 1: last - keys is the distance
+    q_idx: Tensor  # [Lq, 1] the last of them, each query's own: its index among the call's keys
+    kv_idx: Tensor  # [Lk] 0 .. Lk - 1: q_idx - kv_idx is the distance
     head: Tensor  # [H, 1, 1] counted from 0
     window: int | None
     d: int  # head size
     L: int  # the training length
     gamma: float
     p: float | None
+    # how stage 2 raises to the power: normalised_power, or what is faster (attention_paths.power)
+    normalised_power: Callable[[Tensor, Tensor, float], Tensor]
     document_positions: Tensor | None = None  # [B, 1, Lq, 1] of each row within its document
     score_scale: float | Tensor = 1.0  # on every score: the square of YaRN's attention factor
     softcap: float | None = None
     slopes: Tensor | None = None  # [H, 1, 1] of ALiBi
     decay: Tensor | None = None  # [B, H, Lk] log f_1 + .. + log f_j, f the forget gates
     sink: Tensor | None = None  # [H, 1, 1] the sink's score
-    # how stage 2 raises to the power: attention_paths.power is faster on a CPU
-    normalised_power: Callable[[Tensor, Tensor, float], Tensor] = field(
-        default_factory=lambda: normalised_power
-    )
     # set only for a variant that names them in `learnable`
     s: Tensor = field(init=False)  # [H, 1, 1]
     b: Tensor = field(init=False)  # [H, 1, 1]
@@ -145,14 +143,13 @@ class Rows:
     u: Tensor = field(init=False)  # [B, H, Lq, 1]
     w: Tensor = field(init=False)  # [B, H, Lq, 1]
 
-    def sees(self, key_count: int) -> Tensor:
-        """Return [Lq, key_count], or [B, 1, ..] with documents, True where a row sees a key."""
-        key = torch.arange(key_count, device=self.last.device)
-        visible = key <= self.last
+    def sees(self) -> Tensor:
+        """Return [Lq, Lk], or [B, 1, Lq, Lk] with documents, True where a row sees a key."""
+        visible = self.kv_idx <= self.q_idx
         if self.window is not None:
-            visible = visible & (key > self.last - self.window)
+            visible = visible & (self.kv_idx > self.q_idx - self.window)
         if self.document_positions is not None:
-            visible = visible & (key >= self.last - self.document_positions)
+            visible = visible & (self.kv_idx >= self.q_idx - self.document_positions)
         return visible
 
 
@@ -204,7 +201,7 @@ class Variant:
     # row inputs, any of u and w, which each head computes linearly from the layer's input
     from_input: tuple[str, ...] = ()
     # replaces phi, norm and stage 2, where a weight depends on the whole row: from scores
-    # [.., Lq, Lk], -inf for hidden keys, to weights
+    # [.., Lq, Lk], -inf for masked keys, to weights
     row_weights: RowFunction | None = None
     # stage 2, from the normalised weights to the weights; relu_power changes nothing without p
     reweight: RowFunction = relu_power
@@ -231,7 +228,8 @@ class Variant:
     def takes_sink(self) -> bool:
         """Tell whether it can have a sink.
 
-        It needs l1. Its score starts at 0, where phi must be positive: else it gets no gradient.
+        The weights must be l1-normalised. phi must never be negative, and be positive at 0, where
+        the sink's score starts: else the sink gets no gradient.
         """
         if not self.is_l1 or self.phi.signed:
             return False
@@ -241,7 +239,7 @@ class Variant:
     @property
     def is_softmax(self) -> bool:
         """Tell whether it is softmax at any scale, which torch's fused attention computes."""
-        return self.is_l1 and self.phi is EXP and self.bias is None
+        return self.is_l1 and self.phi.function is torch.exp and self.bias is None
 
 
 # ---- scales, biases and norms of rows ----
@@ -317,7 +315,7 @@ def negate(A: Tensor, rows: Rows) -> Tensor:
 
 def recentre(A: Tensor, rows: Rows) -> Tensor:
     """Subtract the mean of the row, except where n <= 3 (the footnote of LSSAR Table A4)."""
-    visible = rows.sees(A.shape[-1])
+    visible = rows.sees()
     return A - (visible & (rows.n > 3)) / rows.n
 
 
@@ -389,27 +387,27 @@ def stick_breaking(z: Tensor, rows: Rows) -> Tensor:
 
     Row i does not see key i.
     """
-    hidden = (z == -math.inf) | (rows.keys == rows.last)
-    log_left = F.logsigmoid(-z).masked_fill(hidden, 0)  # what key k leaves
+    masked = (z == -math.inf) | (rows.kv_idx == rows.q_idx)
+    log_left = F.logsigmoid(-z).masked_fill(masked, 0)  # what key k leaves
     reversed_sum = log_left.flip(-1).cumsum(-1)
     sum_from_j = reversed_sum.flip(-1)
     log_left_by_later = sum_from_j - log_left  # by j < k < i together
     weights = (F.logsigmoid(z) + log_left_by_later).exp()
-    return weights.masked_fill(hidden, 0)
+    return weights.masked_fill(masked, 0)
 
 
 def adaptive_temperature(z: Tensor, rows: Rows) -> Tensor:
     """Compute softmax(beta z), beta a polynomial in the entropy of softmax(z), at least 1."""
-    hidden = z == -math.inf
-    log_A = z.log_softmax(-1).masked_fill(hidden, 0)
+    masked = z == -math.inf
+    log_A = z.log_softmax(-1).masked_fill(masked, 0)
     A = log_A.exp()
     entropy = -(A * log_A).sum(-1, keepdim=True)
     beta = torch.zeros_like(entropy)
     for coefficient in (-0.037, 0.481, -2.3, 4.917, -1.791):  # the paper's fit, from entropy^4 down
         beta = beta * entropy + coefficient
     beta = torch.where(entropy > 0.5, beta.clamp_min(1), 1)
-    z = z.masked_fill(hidden, 0) * beta
-    return z.masked_fill(hidden, -math.inf).softmax(-1)
+    z = z.masked_fill(masked, 0) * beta
+    return z.masked_fill(masked, -math.inf).softmax(-1)
 
 
 def scale_invariant(z: Tensor, rows: Rows) -> Tensor:
@@ -418,7 +416,7 @@ def scale_invariant(z: Tensor, rows: Rows) -> Tensor:
     With m_t = 1 - a_t^2, e^(a_t z + m_t) is sqrt(e) / (t / tau + 1) on average where z is normal
     with unit variance: beyond tau, keys from t to 2 t get as much in all as from 2 t to 4 t.
     """
-    distance = (rows.last - rows.keys).to(z.dtype)  # [Lq, Lk]; below 0 for hidden keys
+    distance = (rows.q_idx - rows.kv_idx).to(z.dtype)  # [Lq, Lk]; below 0 for masked keys
     log_distance = torch.log1p(distance.clamp_min(0) / LOCAL_TOKENS)
     factor = (2 * log_distance + 1).sqrt()
     return (factor * z - 2 * log_distance).softmax(-1)
@@ -531,7 +529,7 @@ def attention_weights(
     products: Callable[[Tensor], Tensor],
     rows: Rows,
 ) -> Tensor:
-    """Compute the weights [B, H, Lq, Lk], 0 for hidden keys: the readable reference.
+    """Compute the weights [B, H, Lq, Lk], 0 for masked keys: the readable reference.
 
     `products` gives the dot products [B, H, Lq, Lk] of queries like q [B, H, Lq, d] with the keys,
     so that the caller may hold the keys in any form. The caller brings q and k to unit length if
@@ -544,12 +542,12 @@ def attention_weights(
     if variant.bias is not None:
         z = z + variant.bias(rows)
     if rows.slopes is not None:
-        z = z - rows.slopes * (rows.last - rows.keys)
+        z = z - rows.slopes * (rows.q_idx - rows.kv_idx)
     if rows.decay is not None:
         decay = rows.decay[:, :, None]  # [B, H, 1, Lk]
-        decay_of_queries = at_queries(rows.decay, rows)[..., None]  # [B, H, Lq, 1]
+        decay_of_queries = rows.decay[:, :, -z.shape[2] :, None]  # [B, H, Lq, 1]
         z = z + (decay_of_queries - decay)
-    z = mask_hidden(z, rows, variant)
+    z = mask_scores(z, rows, variant)
     if variant.row_weights is not None:
         return variant.row_weights(z, rows)
     if rows.sink is not None:  # becomes the last column
@@ -564,7 +562,7 @@ def attention_weights(
     elif rows.p is None or variant.reweight is not relu_power:  # with p, relu_power does the l1
         A = l1_normalise(A, variant.phi.signed)
     A = variant.reweight(A, rows)
-    return A[..., : len(rows.keys)]  # without the sink
+    return A[..., : len(rows.kv_idx)]  # without the sink
 
 
 def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:
@@ -575,28 +573,23 @@ def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:
     return variant.phi.shift
 
 
-def at_queries(x: Tensor, rows: Rows) -> Tensor:
-    """Select from x [B, H, Lk], of all keys, the queries' positions, [B, H, Lq]."""
-    return x.index_select(2, rows.last[:, 0])
-
-
-def mask_hidden(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
-    """Replace the scores of hidden keys in z [.., Lq, Lk], which may be overwritten."""
+def mask_scores(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
+    """Replace the scores of masked keys in z [.., Lq, Lk], which may be overwritten."""
     Lq, Lk = z.shape[-2:]
-    hidden = ~rows.sees(Lk)
+    masked = ~rows.sees()
     if variant.row_weights is not None:
-        return torch.where(hidden, -math.inf, z)
+        return torch.where(masked, -math.inf, z)
     value = variant.phi.zero
     if variant.reweight is not relu_power or value > -math.inf:
-        # the gradient of phi or of `reweight` at hidden keys may be infinite or NaN
-        return torch.where(hidden, value, z)
+        # the gradient of phi or of `reweight` at masked keys may be infinite or NaN
+        return torch.where(masked, value, z)
     # phi is flat at -inf (attention_paths.check), so autograd need not know. Without a window or
     # documents every row sees the first Lk - Lq keys, so that only later columns are masked.
     first = 0
     if rows.window is None and rows.document_positions is None and Lq > 1:
         first = Lk - Lq
     with torch.no_grad():
-        z[..., first:].masked_fill_(hidden[..., first:], value)
+        z[..., first:].masked_fill_(masked[..., first:], value)
     return z
 
 

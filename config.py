@@ -352,8 +352,9 @@ class Config:
 
 
 SETTINGS = {f.name: f.metadata for f in fields(Config)}
-# The first setting of each group, and the group's name. A group ends where the next begins: to move
-# a setting in Config changes what may differ between runs that are compared, or on resume.
+# The first setting of each group, and the group's name. A group ends where the next begins: a
+# setting that moves within Config may join another group, and then other rules hold for it when
+# runs are compared or resumed.
 GROUPS = {
     "attention": "attention",
     "n_layer": "model",
@@ -391,11 +392,11 @@ def names(*groups: str) -> tuple[str, ...]:
 # The settings that decide what a run learns.
 LEARNED = names("attention", "model", "data", "optimisation")
 # What may change when a run is resumed.
-MAY_CHANGE = {"data_dir", "max_iters", "cooldown_iters", *names("machine", "logs", "run")}
+FREE_ON_RESUME = {"data_dir", "max_iters", "cooldown_iters", *names("machine", "logs", "run")}
 # What decides the learning rate of each step.
 SCHEDULE = ("learning_rate", "schedule", "warmup_iters", "cooldown_iters", "min_lr", "max_iters")
-# What may change on resume, too; the run's folder records the change.
-RECORDED = (*SCHEDULE, "first_batch")
+# What may change on resume, too: the changes are recorded in environment.json.
+RECORDED_ON_RESUME = (*SCHEDULE, "first_batch")
 
 
 def choices(name: str) -> tuple[Any, ...]:

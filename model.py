@@ -37,9 +37,9 @@ class SelfAttention(nn.Module):
     """
 
     attention: Attention
-    takes_rope = True  # False in the layers without RoPE of nope_every
     extra_multiplications = 0  # per token outside of nn.Linear; T6 has them
-    residual_std = 0.02  # of initial c_proj, also the MLP's, before division by sqrt(2 n_layer)
+    # standard deviation of the initial c_proj weights (attention and MLP), times sqrt(2 n_layer)
+    residual_std = 0.02
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
@@ -47,6 +47,7 @@ class SelfAttention(nn.Module):
         self.n_head = config.n_head
         self.n_kv_head = config.kv_heads
         self.d_head = config.d_head
+        self.nope_heads = config.nope_heads(layer)
         width = self.n_head * self.d_head
         projected_width = sum(self.projected_widths(config))
         self.c_attn = nn.Linear(n_embd, projected_width, bias=config.bias)
@@ -97,7 +98,7 @@ class SelfAttention(nn.Module):
         cache: KVCache | None,
         document_positions: Tensor | None = None,
     ) -> Tensor:
-        if not self.takes_rope:
+        if self.nope_heads == self.n_head:
             rotation = None
         q, k, v = self.project(x, rotation)  # [B, H, L, d], [B, Hk, L, d] twice
         context = self.context(x, rotation, document_positions)

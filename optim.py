@@ -11,15 +11,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from config import Config
-from errors import UserError
 from model import GPT
 
 
 def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
-    """Build AdamW over all parameters, or Muon over the blocks' matrices and AdamW over the rest.
-
-    A group's "lr_scale", if it is set, multiplies the learning rate of each step.
-    """
+    """Build AdamW over all parameters or, with Muon over the blocks' matrices, over the rest."""
     muon_matrices = []
     if config.optimizer == "muon":
         # c_attn is one matrix: q, k and v side by side or, in T6, their factors
@@ -49,13 +45,6 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
         fused=True,
     )
     optimizers.append(adamw)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if group["lr"] != config.learning_rate:
-                raise UserError(
-                    f'optim.py: a group has "lr": {group["lr"]}, which the schedule overwrites: '
-                    'give it "lr_scale", the factor on the learning rate of each step'
-                )
     return optimizers
 
 
@@ -140,10 +129,10 @@ def step_unless(found_inf: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
-    """Set the learning rate of every group, times its "lr_scale" if it has one."""
+    """Set the learning rate of every group."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+            group["lr"] = lr
 
 
 def learning_rate(step: int, config: Config) -> float:

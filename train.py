@@ -74,10 +74,7 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # from inputs and targets to nats
 
 
 @command
-def main(config: Config | None = None) -> None:
-    """Train as a config says or, by default, the command line."""
-    if config is None:
-        config = command_line()
+def main(config: Config) -> None:
     check_attention(config)
     if rank() == 0:
         wandb_settings(config)  # raises UserError before the run's folder is made
@@ -229,8 +226,6 @@ def check_ranks(config: Config, identity: Identity) -> None:
     first, *others = all_gather(identity)
     for other_rank, other in enumerate(others, start=1):
         differing = data_difference(first, other)
-        if bool(first) != bool(other):  # a dry run may have no data
-            differing = "data"
         if differing is not None:
             raise UserError(
                 f"{config.data_dir}: rank {other_rank} reads other {differing} than rank 0: copy "
@@ -369,7 +364,7 @@ class Monitor:
         return self.training.device.type == "cuda"
 
     def begin(self) -> Event:
-        """Return when the next step begins: where the pending step ends or, without one, now."""
+        """Return the event at which the next step begins: the pending step's end, or now."""
         return self.pending.ended if self.pending else Event(self.training.device)
 
     def add(self, update: Update) -> None:

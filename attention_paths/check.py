@@ -16,7 +16,7 @@ from errors import UserError, check_choice
 def check_variant(variant: Variant) -> None:
     """Raise UserError where a variant sees the future, or its phi is not as declared.
 
-    Without this, a phi that is not 0 at `zero` would train with weights on hidden keys.
+    Without this, a phi that is not 0 at `zero` would train with weights on masked keys.
     """
     name = name_of(variant)
     # transformers builds models on the meta device, and evaluations without gradients
@@ -30,18 +30,18 @@ def name_of(variant: Variant) -> str:
 
 
 def check_phi(name: str, phi: Phi) -> None:
-    """Raise UserError where phi is not as declared, or where hidden keys could get weight."""
+    """Raise UserError where phi is not as declared, or where masked keys could get weight."""
     if phi.kernel is not None and launch is not None:
         check_choice(f"{name}: kernel", phi.kernel, launch.PHIS)
-    hidden = torch.tensor(phi.zero, dtype=torch.float64, requires_grad=True)
-    weight = phi.function(hidden.clone())
+    masked = torch.tensor(phi.zero, dtype=torch.float64, requires_grad=True)
+    weight = phi.function(masked.clone())
     slope = torch.zeros(())
     if phi.zero == -math.inf and weight.requires_grad:
-        (slope,) = torch.autograd.grad(weight, hidden)
+        (slope,) = torch.autograd.grad(weight, masked)
     if weight != 0 or slope != 0:
         raise UserError(
             f"{name}: phi({phi.zero:g}) = {weight.item():.3g}, its gradient there {slope:.3g}, but "
-            "hidden keys get this score and must get no weight: set Phi(zero=...) to a z with "
+            "masked keys get this score and must get no weight: set Phi(zero=...) to a z with "
             "phi(z) = 0; for an f without such a z, as with a heavy tail, let phi(z) be "
             "torch.where(z == -math.inf, 0, f(z.clamp_min(-1e4)))"
         )
@@ -77,9 +77,9 @@ def check_causality(name: str, variant: Variant) -> None:
         all_weights = attention.weights(q, k, context)[0]  # [H, 6, 6]
     except Exception as error:  # whatever a formula raises
         raise UserError(
-            f"{name}: its formulas fail: {type(error).__name__}: {error}. n, s, b and p_n of a "
-            "row's context are tensors: rows.n.log(), not math.log(rows.n); s, b and p_n exist "
-            "where `learnable` names them"
+            f"{name}: its formulas fail: {type(error).__name__}: {error}. n, s, b and p_n of "
+            "`rows`, the Rows of attention.py, are tensors: rows.n.log(), not math.log(rows.n); s, "
+            "b and p_n exist where `learnable` names them"
         ) from error
     if variant.bias is not None and not variant.keyed:
         rows = attention.rows(q, 6, NO_CONTEXT)
@@ -91,7 +91,7 @@ def check_causality(name: str, variant: Variant) -> None:
         if weights[:, row:].any() or gradient[0, :, row:].any():
             raise UserError(
                 f"{name}: row {row} depends on keys after it; check that its formulas use the rows "
-                "alone, and that `reweight` leaves hidden keys, whose weight is 0, at 0"
+                "alone, and that `reweight` leaves masked keys, whose weight is 0, at 0"
             )
     check_blocks(name, attention, q, k, context)
 
@@ -106,7 +106,7 @@ def check_blocks(
 ) -> None:
     """Raise UserError where a row's weights depend on the other rows and keys of the call.
 
-    The blocked path and decoding compute a few rows at a time, without hidden keys.
+    The blocked path and decoding compute a few rows at a time, without masked keys.
     """
     for window, first in ((None, 0), (3, 3)):
         attention.window = window
@@ -139,7 +139,7 @@ def check_gradients(
     """
     cause = "in the first row n is 1 and log n is 0"
     if variant.keyed:
-        cause = "for hidden keys rows.last - rows.keys is negative: take its clamp_min(0)"
+        cause = "for masked keys rows.q_idx - rows.kv_idx is negative: take its clamp_min(0)"
     for key, x in learned.items():
         (gradient,) = torch.autograd.grad(
             weights.square().sum(), x, retain_graph=True, allow_unused=True

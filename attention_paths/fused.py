@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from attention import Variant, at_queries, l2_normalise, relu_power, shift_of, softpick
+from attention import Variant, l2_normalise, relu_power, shift_of, softpick
 from attention_paths.reference import Context, ReferenceAttention
 
 launch: ModuleType | None
@@ -33,20 +33,27 @@ def variant_obstacle(variant: Variant, head_size: int) -> str | None:
     return None
 
 
+def gpu_obstacle(q: Tensor) -> str | None:
+    """Why the device of q is no NVIDIA GPU of compute capability 8.0; None if it is one."""
+    if not q.is_cuda:
+        return f"it needs an NVIDIA GPU, and this is {q.device.type}"
+    if torch.version.hip is not None:  # AMD's GPUs are cuda devices too
+        return "it needs an NVIDIA GPU, and this is an AMD GPU"
+    gpu = torch.cuda.get_device_properties(q.device)  # torch.compile takes it as a constant
+    if gpu.major < 8:
+        return f"it needs compute capability 8.0 or newer, and this is {gpu.major}.{gpu.minor}"
+    return None
+
+
 def obstacle(layer: ReferenceAttention, q: Tensor) -> str | None:
     """Why the kernels cannot take these queries; None if they can."""
     if reason := variant_obstacle(layer.variant, layer.head_size):
         return reason
     if launch is None:
         return "Triton is not installed"
-    if not (q.is_cuda or launch.INTERPRETED):
-        return f"it needs an NVIDIA GPU, and this is {q.device.type}"
-    if torch.version.hip is not None:  # AMD's GPUs are cuda devices too
-        return "it needs an NVIDIA GPU, and this is an AMD GPU"
-    if q.is_cuda:
-        gpu = torch.cuda.get_device_properties(q.device)  # torch.compile takes it as a constant
-        if gpu.major < 8:
-            return f"it needs compute capability 8.0 or newer, and this is {gpu.major}.{gpu.minor}"
+    if q.is_cuda or not launch.INTERPRETED:
+        if reason := gpu_obstacle(q):
+            return reason
     if q.dtype in (torch.float16, torch.float64):
         return f"it computes in bfloat16 and float32, not in {q.dtype}"
     return None
@@ -79,13 +86,13 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         bias = entry.argument * per_row(variant.bias(rows))
     decay = rows.decay
     if rows.slopes is not None:  # ALiBi is a constant forget gate, exact near the last key
-        alibi = (rows.slopes * (rows.last[-1] - rows.keys))[:, 0].expand(*q.shape[:2], -1)
+        alibi = (rows.slopes * (rows.q_idx[-1] - rows.kv_idx))[:, 0].expand(*q.shape[:2], -1)
         decay = alibi if decay is None else decay + alibi
     key_bias = None
     if decay is not None:
         decay = entry.argument * decay
         key_bias = -decay
-        query_decay = at_queries(decay, rows)
+        query_decay = decay[:, :, -q.shape[2] :]
         if variant.is_softmax and layer.p is None and not layer.has_sink:
             # softmax is the same for all scores of a row shifted alike: no gradient to compute
             query_decay = query_decay.detach()
@@ -98,7 +105,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         sink = entry.argument * rows.sink[:, 0, 0]
     first_key = None
     if rows.document_positions is not None:
-        first_key = (rows.last - rows.document_positions).clamp_min(0).int()  # [B, 1, Lq, 1]
+        first_key = (rows.q_idx - rows.document_positions).clamp_min(0).int()  # [B, 1, Lq, 1]
         first_key = first_key.expand(*q.shape[:3], 1)[..., 0]
     window = layer.window
     if window is not None and window >= k.shape[2]:

@@ -40,7 +40,7 @@ class Attention(ReferenceAttention):
         name = name_of(variant)
         if variant.needs_p and self.p is None:
             raise UserError(f"attention = {name!r} needs p, the power of its re-weighting: 3 or 15")
-        if self.p is not None and self.p < 1:  # hidden keys, whose weight is 0, would have 0^0 = 1
+        if self.p is not None and self.p < 1:  # masked keys, whose weight is 0, would have 0^0 = 1
             raise UserError(f"p = {self.p} must be at least 1")
         if impl == "triton" and (reason := variant_obstacle(variant, self.head_size)):
             raise UserError(f"attention_impl = 'triton' cannot compute {name!r}: {reason}")

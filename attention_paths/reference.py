@@ -139,13 +139,13 @@ class ReferenceAttention(nn.Module):
         float64 inputs), with autocast off.
         """
         with torch.autocast(q.device.type, enabled=False):
-            q, keys = self.normalise(q, k)
+            q, keys = self.unit_q_and_k(q, k)
             return self.output(q, keys, v, context)
 
     def weights(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        """Return the attention weights [B, H, Lq, Lk], float32 or float64, 0 for hidden keys."""
+        """Return the attention weights [B, H, Lq, Lk], float32 or float64, 0 for masked keys."""
         with torch.autocast(q.device.type, enabled=False):
-            q, keys = self.normalise(q, k)
+            q, keys = self.unit_q_and_k(q, k)
             rows = self.rows(q, k.shape[2], context)
             return attention_weights(self.variant, q, keys.dot, rows)
 
@@ -157,12 +157,12 @@ class ReferenceAttention(nn.Module):
         context: Context,
         heads: slice = ALL,
     ) -> Tensor:
-        """Return the output of these heads, for q and keys as `normalise` returns them."""
+        """Return the output of these heads, for q and keys as `unit_q_and_k` returns them."""
         rows = self.rows(q, v.shape[2], context, heads)
         weights = attention_weights(self.variant, q, keys.dot, rows)
         return grouped_product(weights.to(v.dtype), v)
 
-    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Keys]:
+    def unit_q_and_k(self, q: Tensor, k: Tensor) -> tuple[Tensor, Keys]:
         """Return q and k, at unit length if the variant normalises them.
 
         For a single query only its scores are divided by |k|: that is less work than normalising a
@@ -186,14 +186,14 @@ class ReferenceAttention(nn.Module):
         heads: slice = ALL,
     ) -> Rows:
         """Return the rows of these heads, for the last queries q [B, H, Lq, d] of Lk positions."""
-        keys = torch.arange(Lk, device=q.device)
-        last = keys[Lk - q.shape[2] :, None]
+        kv_idx = torch.arange(Lk, device=q.device)
+        q_idx = kv_idx[Lk - q.shape[2] :, None]
         # float32 at least: bfloat16 cannot count past 256. Not integers: Inductor folds the minimum
         # of a constant and an index into an expression that it cannot compare.
         dtype = torch.promote_types(q.dtype, torch.float32)
         document_positions = context.document_positions
         if document_positions is None:
-            n = (last + 1).to(dtype)
+            n = (q_idx + 1).to(dtype)
         else:
             document_positions = document_positions[:, None, :, None]
             n = (document_positions + 1).to(dtype)
@@ -202,21 +202,21 @@ class ReferenceAttention(nn.Module):
         head = torch.arange(self.n_head, device=q.device)[heads, None, None]
         rows = Rows(
             n=n,
-            last=last,
-            keys=keys,
+            q_idx=q_idx,
+            kv_idx=kv_idx,
             head=head,
             window=self.window,
             d=self.head_size,
             L=self.trained_length,
             gamma=self.gamma,
             p=self.p,
+            normalised_power=fast_normalised_power,
             document_positions=document_positions,
             score_scale=context.score_scale,
             softcap=self.softcap,
-            normalised_power=fast_normalised_power,
         )
         for name in self.variant.from_input:
-            value = context.row_inputs.get(name, last.new_zeros(1, 1, 1))  # 0 without an input
+            value = context.row_inputs.get(name, q_idx.new_zeros(1, 1, 1))  # 0 without an input
             setattr(rows, name, value[..., None].to(dtype))
         if self.s is not None:
             rows.s = self.s[heads, None, None]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_paths.fused import gpu_obstacle
 from attention_paths.reference import Context, ReferenceAttention
 from attention_paths.sdpa import scaled
 
@@ -25,17 +26,14 @@ ALWAYS_ROOM = 1024
 
 def varlen_obstacle(layer: ReferenceAttention, q: Tensor, Lk: int) -> str | None:
     """Say why varlen_attn cannot take queries like q [B, H, Lq, d] of Lk keys; None if it can."""
-    if not q.is_cuda or torch.version.hip is not None:
-        return "it needs an NVIDIA GPU"
+    if reason := gpu_obstacle(q):
+        return reason
     if q.dtype.itemsize != 2:
         return f"it computes in 16 bits, not in {q.dtype}"
     if q.shape[2] != Lk:
         return "some keys are in a cache"
     if layer.head_size % 8 or layer.head_size > LARGEST_HEAD:
         return f"head size {layer.head_size} is not a multiple of 8 up to {LARGEST_HEAD}"
-    major, minor = torch.cuda.get_device_capability(q.device)
-    if major < 8:
-        return f"it needs compute capability 8.0 or newer, and this is {major}.{minor}"
     if "window_size" not in varlen_parameters():
         return f"torch {torch.__version__} has no varlen_attn with windows"
     return None

@@ -80,10 +80,8 @@ def parse_options(
     return options
 
 
-def in_turn(files: Sequence[Read], state: Any) -> Iterator[tuple[Any, Any]]:
+def in_turn(files: Sequence[Read], state: tuple[int, int] | None) -> Iterator[tuple[Any, Any]]:
     """Yield the batches of files, one after another; a state is (index of a file, place in it)."""
-    if isinstance(state, dict):
-        raise UserError("an earlier version has begun this folder: delete it, or use another")
     first_file, first_place = state or (0, 0)
     for index in range(first_file, len(files)):
         for place, batch in files[index](first_place):
@@ -107,8 +105,7 @@ def build(
     `parse_options`, of which `out_dir` is data/`folder` by default, and `repeat` and `within`, the
     share and length of `with_repeats`. Called again, it resumes after the last whole shard, or says
     that all is done. In meta.json `source` says where the documents come from; `documents` is JSON
-    that changes when the documents do. `content`, if given, does too, and is compared only if the
-    folder records it.
+    that changes when the documents do. `content`, if given, does too.
 
     Raises UserError if the folder holds shards of other documents or settings, or of unknown
     origin; if another process is making them; or if the documents have too few tokens for both
@@ -165,7 +162,7 @@ def resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
         now = wanted.get(key)
         if before != now:
             raise UserError(f"{out_dir}: made with {key} {before}, not {now}; {remedy}")
-    has_new_content = "content" in meta and meta["content"] != wanted.get("content")
+    has_new_content = meta.get("content") != wanted.get("content")
     if has_new_content or meta["documents"] != wanted["documents"]:
         raise UserError(
             f"{out_dir}: made from other documents, or from these before they were edited; {remedy}"

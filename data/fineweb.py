@@ -16,12 +16,11 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 from tqdm import tqdm
 
 from data.build import BATCH, COLUMN, Read, build, parse_options, tokenise
 from data.documents import Document, reading
-from errors import UserError, command
+from errors import command
 
 # Datasets with a short name, and their configuration without --name.
 DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
@@ -61,8 +60,6 @@ def open_dataset(
             filesystem, path_there = url_to_fs(path)
             sizes.append((Path(path).name, filesystem.size(path_there)))
             content.append(checksum(filesystem, path_there))
-            if args.parquet:
-                refuse_numbers(path, column)
         if hasattr(builder.config, "columns"):  # parquet: do not read the other columns
             builder.config.columns = [column]
             builder.config.batch_size = BATCH
@@ -99,30 +96,22 @@ def checksum(filesystem: Any, path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def refuse_numbers(file: str, column: str) -> None:
-    """Raise UserError if a parquet file's column has numbers.
-
-    datasets makes them strings if the column has strings in the first file.
-    """
-    kind = pyarrow.parquet.read_schema(file).field(column).type
-    if pyarrow.types.is_primitive(kind):
-        raise UserError(f'{file}: "{column}" must be a string, not {kind}')
-
-
 def patterns(paths: list[str]) -> list[str]:
     """Glob patterns of parquet files, and of all parquet files below folders."""
-    patterns = []
+    globs = []
     for path in paths:
         pattern = escape(path)
         if Path(path).is_dir():
             pattern += "/**/*.parquet"
-        patterns.append(pattern)
-    return patterns
+        globs.append(pattern)
+    return globs
 
 
 def default_folder(repo: str, name: str | None) -> str:
-    """Name a folder: fineweb10B for HuggingFaceFW/fineweb, sample-10BT; my_set_small for x/My.Set,
-    small."""
+    """Return the folder of a dataset and its configuration.
+
+    It is my_set_small of x/My.Set and small, and fineweb10B of HuggingFaceFW/fineweb, sample-10BT.
+    """
     words = f"{repo.split('/')[-1]} {name or ''}".lower()
     folder = re.sub("[^a-z0-9]+", "_", words).strip("_")
     return re.sub(r"_sample_(\d+)bt$", r"\1B", folder)

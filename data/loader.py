@@ -7,7 +7,6 @@ carried between steps, so resuming needs only the step, and each rank takes its 
 global batch.
 """
 
-import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,9 +38,6 @@ from errors import UserError
 FEISTEL_ROUNDS = 8
 # Windows in which documents are counted: of 1,024 tokens, 2 MB to read.
 SAMPLED_WINDOWS = 1024
-
-# Freeze torch's modules: scanning them costs an early batch 0.1 s.
-gc.freeze()
 
 Ints = NDArray[np.int64]
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -134,7 +130,7 @@ class Loader(ABC):
 
     @abstractmethod
     def open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
-        """A function from indices of validation windows to x and y in host memory, as `read`."""
+        """Return a function from indices of validation windows to x and y in host memory."""
 
     @abstractmethod
     def identity(self) -> Identity:

@@ -59,7 +59,7 @@ class Entry(TypedDict):
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[\w.-]+_(train|val)_\d+\.bin$")]
     tokens: Count
-    sha256: NotRequired[str]  # of the file, as it was made
+    sha256: str  # of the file, as it was made
     next: Place  # of the shard after it
 
 
@@ -201,8 +201,8 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
 def identity_of(data_dir: str | Path) -> Identity:
     """Return what identifies the shards of a folder, whatever its path.
 
-    It has a hash of the shards of each split and, if meta.json has the checksums of all shards from
-    when they were made, a hash of those checksums. Raises UserError as `list_shards` does.
+    It has a hash of the shards of each split and, if there is a meta.json, a hash of the checksums
+    of all shards when they were made. Raises UserError as `list_shards` does.
     """
     identity = {
         "training shards": hash_shards(data_dir, "train"),
@@ -210,9 +210,7 @@ def identity_of(data_dir: str | Path) -> Identity:
     }
     meta = read_meta(data_dir)
     if meta is not None:
-        made = [shard.get("sha256", "") for shard in meta["shards"]]
-        if made and all(made):
-            identity["text"] = hash_hashes(made)
+        identity["text"] = hash_hashes([shard["sha256"] for shard in meta["shards"]])
     return identity
 
 
@@ -259,8 +257,10 @@ def hash_hashes(hashes: list[str]) -> str:
 def check_ids(
     source: str | Path, tokens: NDArray[np.integer], vocab_size: int, start: int = 0
 ) -> None:
-    """Raise UserError unless all tokens [n], the first of them token `start` of `source`, are below
-    `vocab_size`."""
+    """Raise UserError if one of these tokens [n] is not below `vocab_size`.
+
+    `source` and `start`, the first token's place in it, are for the message.
+    """
     if tokens.max() >= vocab_size:
         first = int(np.argmax(tokens >= vocab_size))
         raise UserError(

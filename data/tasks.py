@@ -25,7 +25,6 @@ class Task:
 
     open: Callable[[Config, Batching], Loader]
     reads_shards: bool = False  # from data_dir; otherwise sequences are made as they are needed
-    tokens_per_position: int = 1  # 2: inputs and targets are pairs, [batch, length, 2]
     varied_lengths: bool = False  # batches are shorter than block_size in some steps
 
 
@@ -118,7 +117,7 @@ class AlternatingLoader(Loader):
 # One entry for each value of the setting `task`.
 TASKS = {
     "language": Task(open_text, reads_shards=True),
-    "orbits": Task(open_orbits, tokens_per_position=2),
+    "orbits": Task(open_orbits),
     "recall": Task(open_recall, varied_lengths=True),
     "language+recall": Task(open_text_and_recall, reads_shards=True, varied_lengths=True),
 }

@@ -40,7 +40,7 @@ def count_ids(tokenizer: str) -> int:
     """
     if tokenizer in BUILT_IN:
         return BUILT_IN[tokenizer]
-    return 1 + max(read_ids(tokenizer).values())
+    return 1 + max(ids_by_text(tokenizer).values())
 
 
 def end_of_text(tokenizer: str) -> tuple[str, int]:
@@ -50,14 +50,14 @@ def end_of_text(tokenizer: str) -> tuple[str, int]:
     """
     if tokenizer in BUILT_IN:
         return END_OF_TEXT, BUILT_IN[tokenizer] - 1
-    ids = read_ids(tokenizer)
+    ids = ids_by_text(tokenizer)
     for mark in ENDS_OF_TEXT:
         if mark in ids:
             return mark, ids[mark]
     raise UserError(f"{tokenizer} has no end-of-text token; looked for {', '.join(ENDS_OF_TEXT)}")
 
 
-def read_ids(tokenizer: str) -> dict[str, int]:
+def ids_by_text(tokenizer: str) -> dict[str, int]:
     """Read the ids of a tokenizer.json, by the texts of its tokens.
 
     Raises UserError where the file cannot be read.

@@ -42,7 +42,7 @@ class KVCache:
                 if x is not None:
                     B, H, _, *rest = x.shape
                     self.layers[attention].append(x.new_zeros(B, H, room, *rest))
-        store = self._append if window is None else self._shift
+        store = self._fill if window is None else self._shift
         stored = iter(self.layers[attention])
         visible = []
         for x in new:
@@ -51,7 +51,7 @@ class KVCache:
             visible.append(x)
         return visible
 
-    def _append(self, stored: Tensor, x: Tensor) -> Tensor:
+    def _fill(self, stored: Tensor, x: Tensor) -> Tensor:
         end = self.length + x.shape[2]
         stored[:, :, self.length : end] = x
         return stored[:, :, :end]

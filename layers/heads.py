@@ -6,7 +6,6 @@ from attention import VARIANTS, Variant
 from attention_paths.module import Attention
 from config import Config
 from errors import UserError, check_choice
-from runtime.source import Definition, definition_of, source_hash
 
 # Which variants take a setting, and why the others do not.
 TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
@@ -16,25 +15,6 @@ TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
     "b_init": (lambda v: "b" in v.learnable, "it is the first value of a learned b"),
     "gamma": (lambda v: "gamma" in v.constants, "it is a constant of a formula"),
 }
-
-# The formulas that all variants share.
-SHARED_FORMULAS = (
-    Definition("attention", "attention_weights"),
-    Definition("attention_paths.reference", "ReferenceAttention.normalise"),
-    Definition("attention_paths.reference", "ReferenceAttention.rows"),
-    Definition("layers.heads", "alibi_heads"),
-    Definition("config", "Config.nope_heads"),
-)
-# A variant's script may import these: they have no formulas, so formulas_hash leaves them out.
-MODULES_WITHOUT_FORMULAS = (
-    "train",
-    "model",
-    "optim",
-    "generation",
-    "evaluation",
-    "data",
-    "scripts",
-)
 
 
 def build_attention(config: Config, layer: int) -> Attention:
@@ -70,7 +50,8 @@ def build_hybrid_attention(config: Config, layer: int) -> list[Attention]:
 
 def check_attention(config: Config) -> None:
     """Raise UserError where settings contradict the attention, by building it."""
-    build_hybrid_attention(config, layer=-1)  # which has heads without positions, if any layer has
+    # layer -1 is one of nope_every, since -1 + 1 is a multiple: it has NoPE heads if any layer has
+    build_hybrid_attention(config, layer=-1)
 
 
 def build_heads(config: Config, heads: range, window: int | None) -> Attention:
@@ -96,24 +77,6 @@ def alibi_heads(config: Config, heads: range) -> int:
     if config.positions != "alibi":
         return 0
     return len([head for head in heads if head >= config.nope_heads()])
-
-
-def formulas_hash(config: Config) -> str:
-    """A hash of the source of the formulas of a layer's attention; runtime.source describes it.
-
-    Of an entry that a script has added to VARIANTS, it covers the functions alone.
-    """
-    names = [config.attention]
-    if config.local_window is not None:
-        names.append("softmax")
-    roots = list(SHARED_FORMULAS)
-    for name in names:
-        roots.append(Definition("attention", "VARIANTS", name))
-        variant = VARIANTS[name]
-        for value in (*vars(variant).values(), *vars(variant.phi).values()):
-            if callable(value) and definition_of(value).module != "attention":
-                roots.append(definition_of(value))
-    return source_hash(tuple(roots), MODULES_WITHOUT_FORMULAS)
 
 
 def check_settings(config: Config) -> None:

@@ -23,11 +23,6 @@ class HybridAttention(SelfAttention):
 
     local: Attention | None
 
-    def __init__(self, config: Config, layer: int) -> None:
-        super().__init__(config, layer)
-        self.nope_heads = config.nope_heads(layer)
-        self.takes_rope = self.nope_heads < self.n_head
-
     def add_attention(self, config: Config, layer: int) -> None:
         self.attention, *others = build_hybrid_attention(config, layer)
         self.local = others[0] if others else None

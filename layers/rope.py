@@ -29,9 +29,8 @@ class Rope:
 
     def __post_init__(self) -> None:
         check_choice("rope scaling", self.scaling, self.SCALINGS)
-        # below 1e100 its powers are finite too
-        if self.factor is not None and not 1 <= self.factor < 1e100:
-            raise UserError(f"rope factor = {self.factor} must be at least 1 and below 1e100")
+        if self.factor is not None and not 1 <= self.factor < math.inf:
+            raise UserError(f"rope factor = {self.factor} must be at least 1 and finite")
         if self.factor is not None and self.scaling == "none":
             raise UserError(f"rope factor = {self.factor} needs a scaling other than 'none'")
         if not 1 < self.theta < math.inf:

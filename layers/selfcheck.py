@@ -19,7 +19,7 @@ from attention_paths.varlen import varlen_obstacle
 from config import Config
 from errors import UserError
 from layers.documents import positions_in_documents
-from layers.heads import formulas_hash
+from layers.formulas import formulas_hash
 from runtime.distributed import all_reduce_max
 
 # Tolerance of relative errors: (8 + p) roundings of bfloat16, four times what correct kernels show,
@@ -73,7 +73,7 @@ def check_kernels(
         problem = ""
         for layer in kinds.values():
             by_varlen = layer in by_path["varlen"]
-            error, layer_problem = check(layer, config, q, within_documents, by_varlen)
+            error, layer_problem = check_layer(layer, config, q, within_documents, by_varlen)
             largest_error = max(largest_error, error)
             problem = problem or layer_problem
         if all_reduce_max(problem != ""):
@@ -105,7 +105,7 @@ def reasons(by_path: dict[str, list[Attention]], queries: Tensor, context: Conte
     return "".join(dict.fromkeys(texts))
 
 
-def check(
+def check_layer(
     layer: Attention,
     config: Config,
     q: Tensor,

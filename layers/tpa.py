@@ -32,7 +32,6 @@ class TensorProductAttention(SelfAttention):
         self.q_rank = config.q_rank  # None: q is linear in the input, the paper's KVonly
         self.kv_rank = config.kv_rank
         self.widths = self.projected_widths(config)
-        self.takes_rope = config.nope_heads(layer) == 0
         ranks = (self.q_rank or 0) + 2 * self.kv_rank
         self.extra_multiplications = ranks * self.n_head * self.d_head
 

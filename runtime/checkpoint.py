@@ -31,11 +31,11 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import torch
 
-from config import MAY_CHANGE, RECORDED, SCHEDULE, Config
+from config import FREE_ON_RESUME, RECORDED_ON_RESUME, SCHEDULE, Config
 from data.shards import Identity, data_difference, identity_of
 from data.tokenizer import copy_tokenizer
 from errors import UserError, first_line
-from layers.heads import formulas_hash
+from layers.formulas import formulas_hash
 from model import GPT
 from optim import learning_rate
 from runtime.config_files import DATA_DIR, shown
@@ -50,7 +50,6 @@ from runtime.run_folder import (
     read_checkpoint,
     step_of,
 )
-from runtime.source import differs
 
 # Learnable scalars of attention, which another variant may not have.
 SCALARS = ("s", "b", "p_n", "sink")
@@ -163,7 +162,8 @@ def began_in(run: Path) -> Beginning:
 
 def edited_formulas(run: Path, config: Config) -> str | None:
     """If attention.py has changed since a run began, return what the run used; else None."""
-    if differs(began_in(run).formulas, formulas_hash(config)):
+    before = began_in(run).formulas
+    if before is not None and before != formulas_hash(config):
         return f"other formulas of {config.attention!r} than the code has now"
     return None
 
@@ -171,7 +171,7 @@ def edited_formulas(run: Path, config: Config) -> str | None:
 def changed_data(run: Path, config: Config) -> str | None:
     """If the shards in data_dir have changed since a run began, return what it used; else None.
 
-    Also None if the run records no shards, as older runs do, and if the folder is missing or
+    Also None if the run records no shards, and if the folder is missing or
     incomplete, which whatever reads the data will report.
     """
     before = began_in(run).data
@@ -391,7 +391,7 @@ def load_to_resume(run: Path, config: Config) -> State:
     state = load(find(run, quiet=rank() > 0).path)
     now = settings_of(config)
     for key, saved in settings_before(state).items():
-        if key not in MAY_CHANGE and key not in RECORDED and now.get(key) != saved:
+        if key not in FREE_ON_RESUME and key not in RECORDED_ON_RESUME and now.get(key) != saved:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
                 f"{now.get(key)!r}; a new run from its weights: train.py {run}/config.json "
@@ -412,7 +412,7 @@ def changes_since(state: State, config: Config) -> dict[str, tuple]:
     """Return what a resumed run changes and its folder records: the values before and now."""
     before = settings_before(state)
     now = config.as_dict()
-    return {key: (before[key], now[key]) for key in RECORDED if before[key] != now[key]}
+    return {key: (before[key], now[key]) for key in RECORDED_ON_RESUME if before[key] != now[key]}
 
 
 def check_rate(run: Path, config: Config, state: State) -> None:
@@ -425,7 +425,8 @@ def check_rate(run: Path, config: Config, state: State) -> None:
     schedule = config.replace(**{key: before[key] for key in SCHEDULE})
     step = max(0, state.step - 1)
     rate = learning_rate(step, schedule)
-    moves_its_end = changes_since(state, config).keys() & SCHEDULE <= MAY_CHANGE
+    changed = changes_since(state, config).keys() & SCHEDULE
+    moves_its_end = changed <= FREE_ON_RESUME
     if state.step == 0 or not moves_its_end or rate == learning_rate(step, config):
         return
     rate = max(rate, schedule.learning_rate / 10)

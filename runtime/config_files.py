@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from config import GROUPS, LEARNED, MAY_CHANGE, ROOT, SETTINGS, TYPES, Config, choices, names
+from config import FREE_ON_RESUME, GROUPS, LEARNED, ROOT, SETTINGS, TYPES, Config, choices, names
 from data.vocabulary import BUILT_IN, TOKENIZER
 from errors import UserError, did_you_mean, nearest
 from runtime.files import read_json
@@ -88,7 +88,7 @@ def named(files: Iterable[str], settings: dict[str, Any], keys: Iterable[str]) -
 
 def default_out_dir(files: Sequence[Path], settings: dict[str, Any], config: Config) -> str:
     """The folder of a run: its config files, and settings with which it would be another run."""
-    keys = [key for key in LEARNED if key not in MAY_CHANGE]
+    keys = [key for key in LEARNED if key not in FREE_ON_RESUME]
     if not files:
         keys = [key for key in keys if key not in ("attention", "p")]  # they name the variant
     stems = [file.stem for file in files] or [config.variant_name]

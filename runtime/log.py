@@ -314,7 +314,7 @@ def describe_warm_up(config: Config) -> list[str]:
 
 
 def describe_initial(config: Config) -> list[str]:
-    """Return a line for each setting of the model that init_from's run had otherwise."""
+    """Return a line for each setting of the model that differs from the run of init_from."""
     if not config.init_from or config.init_from.startswith((PRETRAINED, NANOGPT)):
         return []
     before = read_config(config.init_from)

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# The first word of a hash. Hashes of another kind, as they once were, are not compared.
-KIND = "syntax"
 # Fields of a syntax tree that compute nothing, or that only some versions of Python have.
 SILENT = ("annotation", "returns", "ctx", "kind", "type_comment", "type_ignores", "type_params")
 # Folders of packages that others have written.
@@ -42,11 +40,6 @@ def definition_of(function: Any) -> Definition:
     return Definition(module, None if name[0] == "<" else name)
 
 
-def differs(before: str | None, now: str) -> bool:
-    """Whether two hashes are of other source, as far as they can be compared."""
-    return before is not None and before.split()[0] == now.split()[0] and before != now
-
-
 @functools.cache
 def source_hash(roots: tuple[Definition, ...], closed: tuple[str, ...] = ()) -> str:
     """A hash of `roots` and of all definitions that they reach, except in `closed` packages.
@@ -70,7 +63,7 @@ def source_hash(roots: tuple[Definition, ...], closed: tuple[str, ...] = ()) -> 
                 if other.module.partition(".")[0] not in closed:
                     remaining.append(other)
     digest = hashlib.sha256("\n".join(sorted(texts)).encode())
-    return f"{KIND} {digest.hexdigest()[:16]}"
+    return f"syntax {digest.hexdigest()[:16]}"
 
 
 @functools.cache  # a process runs the source as it is at its beginning

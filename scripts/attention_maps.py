@@ -481,8 +481,8 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor, keys: Tensor) -> 
         colours = "RdBu_r"
     position = torch.arange(length)
     distance = position[:, None] - position
-    hidden = (distance < 0) | (distance >= keys[..., None])
-    maps = A.masked_fill(hidden, math.nan).numpy()
+    masked = (distance < 0) | (distance >= keys[..., None])
+    maps = A.masked_fill(masked, math.nan).numpy()
     figure, all_axes = panels(heads)
     for head, axes in enumerate(all_axes):
         image = axes.imshow(maps[head], vmin=low, vmax=CLAMP, cmap=colours)

@@ -184,10 +184,8 @@ def parse_model(path: str, impl: str, settings: list[str]) -> Config:
         raise UserError("batch_size = 0 fits a training run; benchmark takes the size to measure")
     if path == PLAIN and config.document_mask:
         raise UserError("plain takes no --document_mask: its attention joins documents")
-    if TASKS[config.task].tokens_per_position > 1:
-        raise UserError(
-            f"benchmark measures models of one token a position, not task = {config.task}"
-        )
+    if config.task == "orbits":
+        raise UserError("benchmark measures models of one token a position, not task = orbits")
     return config
 
 

@@ -191,16 +191,13 @@ def control(options: LossOptions, config: Config) -> LossOptions | None:
 
 
 def summarise(parts: dict[str, dict]) -> dict:
-    """The lengths, and the losses there; those of the other attention under `apart` or `joined`.
-
-    Measurements of older versions have no standard error.
-    """
+    """The lengths, and the losses there; those of the other attention under `apart` or `joined`."""
     summary: dict[str, Any] = {}
     for documents, group in by_attention(parts).items():
         losses = {
             "lengths": [part["length"] for part in group],
             "loss": [part["loss"] for part in group],
-            "standard_error": [part.get("standard_error") for part in group],
+            "standard_error": [part["standard_error"] for part in group],
         }
         summary |= {documents: losses} if documents else losses
     return summary
@@ -371,10 +368,7 @@ def on_documents(results: Results) -> list[str]:
 
 
 def has_no_documents(result: dict) -> bool:
-    """Tell whether a loss within documents is of a text in which none begins.
-
-    Measurements of older versions have no count of documents.
-    """
+    """Tell whether a loss within documents is of a text in which none begins."""
     return any(part.get("document_starts") == 0 for part in result["parts"].values())
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from config import MAY_CHANGE, ROOT, Config
+from config import FREE_ON_RESUME, ROOT, Config
 from data.tokenizer import MERGES_FILE, byte_symbols, copy_tokenizer, get_tokenizer
 from data.vocabulary import BUILT_IN, END_OF_TEXT
 from errors import UserError, command
@@ -129,7 +129,7 @@ def transformers_model(run: Run) -> Any:
     settings = settings_of(config) | {"vocab_size": config.text_ids}
     del settings["document_mask"]  # document_start says it
     del settings["align_documents"]  # of training
-    for key in MAY_CHANGE - {"batch_size"}:  # with which total_batch_size must agree
+    for key in FREE_ON_RESUME - {"batch_size"}:  # with which total_batch_size must agree
         del settings[key]
     values: dict[str, Any] = {
         "settings": settings,

@@ -20,6 +20,7 @@ from data.shards import read_shard, write_meta, write_shard
 from data.tokenizer import get_tokenizer
 from tests.corpora import make_documents, write_parquet
 from tests.helpers import SMALL, set_meta, write_scale
+from tests.runs import run_train
 
 
 @pytest.fixture(scope="session")
@@ -54,12 +55,7 @@ def documents(shards, tmp_path_factory):
 
 def train_small(out, shards, *arguments):
     """Run train.py's main in this process; returns the run's folder."""
-    import train as module
-
-    with pytest.MonkeyPatch.context() as patch:
-        argv = ["train.py", *SMALL, f"--data_dir={shards}", f"--out_dir={out}", *arguments]
-        patch.setattr(sys, "argv", argv)
-        module.main()
+    run_train(*SMALL, f"--data_dir={shards}", f"--out_dir={out}", *arguments)
     return out
 
 

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import SMALL
+from tests.runs import run_train
 
 # Children are forked from a process that has imported torch, and what a first step imports, and
 # does nothing else.
@@ -79,9 +79,10 @@ def _child(module, arguments, output, environment, faults):
     os.environ.update(environment)
     for name, value in faults.items():
         FAULTS[name](value)
-    sys.argv = [module, *arguments]
-    main = __import__(module, fromlist=["main"]).main
-    main(arguments) if module.startswith("data") else main()
+    if module == "train":
+        run_train(*arguments)
+    else:
+        __import__(module, fromlist=["main"]).main(arguments)
 
 
 def _kill():

@@ -11,7 +11,7 @@ import torch
 from config import Config
 from data.shards import read_shard, write_shard
 from layers.build import build_model
-from layers.heads import formulas_hash
+from layers.formulas import formulas_hash
 from model import GPT
 from runtime.checkpoint import Saver, Training, write_header
 from runtime.config_files import load_config

@@ -8,9 +8,19 @@ import pytest
 import torch
 
 from config import ROOT
+from errors import command
 from runtime import checkpoint, run_folder
+from runtime.config_files import load_config
 
 TIMES = {"ms", "tokens_per_s", "memory_mb", "mfu"}
+
+
+@command
+def run_train(*arguments):
+    """Do in this process what `python train.py` does with these arguments."""
+    import train  # here, as many tests do without it
+
+    train.main(load_config(list(map(str, arguments))))
 
 
 def copy_of_repository(target):

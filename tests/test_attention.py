@@ -1,5 +1,6 @@
 """The attention family against the formulas of tests/textbook.py, in float64."""
 
+import copy
 import functools
 import math
 import re
@@ -324,6 +325,14 @@ def test_no_minimum_of_integers(case, window):
         attn(q, k, v)
 
 
+@pytest.mark.parametrize("case, path", [("ssmax.py", "sdpa"), ("lssar_p3.py", "blocked")])
+def test_a_deep_copy_takes_the_same_path(case, path):
+    attn = build(case)
+    q, _, _ = draw(4, 4)
+    for layer in (attn, copy.deepcopy(attn)):
+        assert layer.path(q, 4) == path
+
+
 @pytest.mark.parametrize("case", ["softmax.py", "lssar_p3.py"])
 def test_a_block_reads_the_keys_of_its_window_alone(case, small_blocks, monkeypatch):
     lengths = []
@@ -445,17 +454,18 @@ def test_a_row_with_a_single_key_has_no_gradient(p):
 def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
     A = torch.full((1, 1, 1, 10), 0.1 * (1 - largest / 9), dtype=torch.float64)
     A[..., 3] = 0.1 * (1 + largest)
-    last = torch.tensor([[9]])
+    q_idx = torch.tensor([[9]])
     rows = attention.Rows(
-        n=last + 1.0,
-        last=last,
-        keys=torch.arange(10),
+        n=q_idx + 1.0,
+        q_idx=q_idx,
+        kv_idx=torch.arange(10),
         head=torch.zeros(1, 1, 1),
         window=None,
         d=8,
         L=10,
         gamma=1.0,
         p=3,
+        normalised_power=attention.normalised_power,
     )
     out = attention.relu_power(A, rows)
     assert out[0, 0, 0, 3] == pytest.approx(winner, rel=1e-4)
@@ -573,7 +583,7 @@ def silu_of_visible(z, rows):
     return w / total
 
 
-GRADIENTS_AT_HIDDEN_KEYS = {
+GRADIENTS_AT_MASKED_KEYS = {
     "finite zero": Variant(Phi(root_of_softplus, zero=-1000.0)),
     "row weights": Variant(attention.EXP, row_weights=silu_of_visible),
     "reweight": Variant(
@@ -584,20 +594,20 @@ GRADIENTS_AT_HIDDEN_KEYS = {
     "in place": Variant(Phi(lambda z: z.exp_())),
     "bias": Variant(
         attention.EXP,
-        bias=lambda rows: -(rows.last - rows.keys).log1p(),
+        bias=lambda rows: -(rows.q_idx - rows.kv_idx).log1p(),
         keyed=True,
     ),
     "bias with s": Variant(
         attention.EXP,
-        bias=lambda rows: -rows.s * (rows.last - rows.keys).clamp_min(0).log1p(),
+        bias=lambda rows: -rows.s * (rows.q_idx - rows.kv_idx).clamp_min(0).log1p(),
         keyed=True,
         learnable=("s",),
     ),
 }
 
 
-@pytest.mark.parametrize("variant", GRADIENTS_AT_HIDDEN_KEYS.values(), ids=GRADIENTS_AT_HIDDEN_KEYS)
-def test_formulas_whose_gradient_at_hidden_keys_is_nan_are_accepted(variant):
+@pytest.mark.parametrize("variant", GRADIENTS_AT_MASKED_KEYS.values(), ids=GRADIENTS_AT_MASKED_KEYS)
+def test_formulas_whose_gradient_at_masked_keys_is_nan_are_accepted(variant):
     check_variant(variant)
 
 
@@ -627,7 +637,7 @@ REFUSED = [
         r"own: its formulas fail.*rows\.n\.log\(\), not math\.log",
     ),
     (
-        Variant(attention.EXP, bias=lambda rows: rows.keys - rows.last),
+        Variant(attention.EXP, bias=lambda rows: rows.kv_idx - rows.q_idx),
         "own: its bias differs between keys, so it needs keyed=True",
     ),
     (
@@ -637,7 +647,7 @@ REFUSED = [
     (
         Variant(
             attention.EXP,
-            bias=lambda rows: -rows.s * (rows.last - rows.keys).log1p(),
+            bias=lambda rows: -rows.s * (rows.q_idx - rows.kv_idx).log1p(),
             keyed=True,
             learnable=("s",),
         ),
@@ -646,7 +656,7 @@ REFUSED = [
     (
         Variant(
             attention.EXP,
-            bias=lambda rows: -rows.p_n * (rows.last - rows.keys).sqrt(),
+            bias=lambda rows: -rows.p_n * (rows.q_idx - rows.kv_idx).sqrt(),
             keyed=True,
             learnable=("p_n",),
         ),
@@ -655,7 +665,7 @@ REFUSED = [
     (
         Variant(
             attention.SIGMOID,
-            bias=lambda rows: rows.u * (rows.last - rows.keys).log1p(),
+            bias=lambda rows: rows.u * (rows.q_idx - rows.kv_idx).log1p(),
             keyed=True,
             from_input=("u",),
         ),
@@ -677,7 +687,7 @@ REFUSED = [
         r"own: a row's weights depend on the number of keys or rows in the call",
     ),
     (
-        Variant(attention.EXP, bias=lambda rows: (rows.last + 1).log() * rows.keys, keyed=True),
+        Variant(attention.EXP, bias=lambda rows: (rows.q_idx + 1).log() * rows.kv_idx, keyed=True),
         "own: a row's weights depend on the number",
     ),
     (
@@ -712,7 +722,7 @@ def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, mo
 
     def bias(rows):
         slope = slopes[rows.head[:, 0, 0]]
-        distance = rows.last - rows.keys
+        distance = rows.q_idx - rows.kv_idx
         return -slope * distance
 
     variant = Variant(attention.EXP, bias=bias, keyed=True)

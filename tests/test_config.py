@@ -21,7 +21,7 @@ from runtime import run_folder
 from runtime.config_files import help_text, load_config, read_file
 from scripts import eval_length
 from tests.helpers import CONFIGS, ROWS
-from train import main as train_main
+from tests.runs import run_train
 
 
 def config_names(pattern):
@@ -288,17 +288,16 @@ def test_a_run_finds_its_relative_data_from_anywhere(
     other = shutil.copytree(shards, tmp_path / "bytes")  # of the same name
     assert run_folder.read_config(run).data_dir == str(data)
     shutil.rmtree(other)
-    given = ["train.py", "--resume", "--data_dir=bytes", f"--out_dir={run}", "--max_iters=5"]
-    monkeypatch.setattr("sys.argv", given)
-    refused(train_main, says=("bytes does not exist here", f"{data}, on which", "exists: name"))
+    given = ("--resume", f"--out_dir={run}", "--max_iters=5")
+    says = ("bytes does not exist here", f"{data}, on which", "exists: name")
+    refused(run_train, "--data_dir=bytes", *given, says=says)
     shutil.rmtree(data)
     says = ("bytes does not exist here", f"{data}, on which {run} was trained, does not exist")
-    monkeypatch.setattr("sys.argv", ["train.py", "--resume", str(run), "--max_iters=5"])
-    refused(train_main, says=says)
+    refused(run_train, "--resume", run, "--max_iters=5", says=says)
     refused(call, eval_length, run, says=says)
     # where the run recorded the folder that the command names, one name is enough
-    monkeypatch.setattr("sys.argv", [*given[:2], f"--data_dir={data}", *given[3:]])
-    refused(train_main, says=(f"error: {data}, on which {run} was trained, does not exist: name",))
+    says = f"error: {data}, on which {run} was trained, does not exist: name"
+    refused(run_train, f"--data_dir={data}", *given, says=says)
 
 
 @pytest.mark.parametrize("argument", ["--help", "--lerning_rate=1"])

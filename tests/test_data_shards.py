@@ -59,7 +59,7 @@ def test_lists_each_split_in_order_and_misses_none(tmp_path):
     entries = []
     for path in (later, earlier, val):
         write(path, 1)
-        entries.append({"name": path.name, "tokens": 1, "next": (0, None, 0)})
+        entries.append({"name": path.name, "tokens": 1, "sha256": "", "next": (0, None, 0)})
     shards.write_meta(tmp_path, set_meta("bytes", shards=entries))
     assert shards.list_shards(tmp_path, "train") == [earlier, later]
     earlier.unlink()
@@ -148,9 +148,7 @@ def test_large_shards_are_told_apart_by_their_start_and_what_made_them(folder, m
     def describe(folder, digests):
         entries = []
         for name, digest in zip((TRAINING, LATER, VALIDATION), digests, strict=True):
-            entry = {"name": name, "tokens": 1000, "next": (0, None, 0)}
-            if digest:
-                entry["sha256"] = digest
+            entry = {"name": name, "tokens": 1000, "sha256": digest, "next": (0, None, 0)}
             entries.append(entry)
         shards.write_meta(folder, set_meta("bytes", shards=entries))
 
@@ -163,8 +161,7 @@ def test_large_shards_are_told_apart_by_their_start_and_what_made_them(folder, m
     # the text is another, although not at the start of a shard
     describe(folder, "abc")
     assert changed(folder, lambda folder: describe(folder, "abd")) == "text"
-    # meta.json of an older version, or partly of one, and shards copied without it
-    assert changed(folder, lambda folder: describe(folder, ["a", "", "c"])) is None
+    # shards copied without meta.json
     assert changed(folder, lambda folder: (folder / shards.META).unlink()) is None
     # together the validation shards are small enough to be read whole
     assert changed(folder, lambda folder: change_token(folder / VALIDATION, 900)) == (

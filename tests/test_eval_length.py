@@ -349,11 +349,6 @@ def test_other_attention_than_in_training(module_run, call, shards, capsys):
 def test_scores_that_grow_are_another_measurement(module_run, call, shards, measured, capsys):
     run = module_run("softmax.py", "--positions=none")
     call(eval_length, run, "--lengths=16,64", "--no_control")
-    # as measurements were before the option
-    file = run / "eval_length.json"
-    (before,) = json.loads(file.read_text())
-    del before["log_base"]
-    file.write_text(json.dumps([before]))
     call(eval_length, run, "--lengths=16,64", "--log_base=5")
     assert measured == [16, 64] * 3
     assert "rope none, log_base 5.0\n" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from runtime.log import Log
 from scripts import finetune_squad
 from scripts.common.papers import SSMAX
 from scripts.common.runs import load_run
-from tests.runs import checkpoint_bytes, identical, lines, metrics, saved
+from tests.runs import checkpoint_bytes, identical, lines, metrics, run_train, saved
 
 WORDS = ["river", "stone", "winter", "copper", "garden", "violin", "harbour", "marble"]
 
@@ -159,7 +159,7 @@ def test_finetuning_resumes_and_never_overwrites(run, squad, call, tmp_path, mon
         (("--resume", "--out_dir", tmp_path / "nothing"), "no checkpoint"),
     ):
         refused(call, finetune_squad, *arguments, "--out_dir", resumed, *more, says=message)
-    refused(call, training_loop, "--resume", resumed, says="has other training shards than")
+    refused(run_train, "--resume", resumed, says="has other training shards than")
     assert checkpoint_bytes(resumed) == checkpoints_stopped
     assert not (tmp_path / "nothing").exists()
 

@@ -201,7 +201,7 @@ HOSTILE = "../outside/text_train_000001.bin"
 
 
 def resumed(folder):
-    run_command(training, folder, "--resume", f"--out_dir={folder}", "--max_iters=4")
+    run_training(folder, "--resume", f"--out_dir={folder}", "--max_iters=4")
 
 
 def sampled(folder):
@@ -217,14 +217,17 @@ def shards_made(folder):
 def trained_on(folder):
     out = folder.parent / "out"
     shutil.rmtree(out, ignore_errors=True)
-    run_command(
-        training,
+    run_training(
         *SMALL,
         "--max_iters=1",
         "--val_tokens=16",
         f"--data_dir={folder}",
         f"--out_dir={out}",
     )
+
+
+def run_training(*arguments):
+    training.main.__wrapped__(load_config(list(map(str, arguments))))
 
 
 def run_command(module, *arguments):
@@ -296,7 +299,7 @@ def make_good_folder(name, good, shards, words_file):
         saved_run(good, build_model(config))
     else:
         run_settings = [*SMALL, *SMALLER, "--max_iters=2", f"--data_dir={shards}"]
-        run_command(training, *run_settings, f"--out_dir={good}")
+        run_training(*run_settings, f"--out_dir={good}")
 
 
 def works_or_refuses(use):

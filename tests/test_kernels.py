@@ -413,7 +413,7 @@ def test_sums_of_softplus_by_products():
         torch.zeros(1, 128),
     ]
     y = torch.cat(rows)
-    y[2, 5:] = -math.inf  # hidden
+    y[2, 5:] = -math.inf  # masked
     found = torch.empty(len(y), device=DEVICE)
     total[(len(y),)](y.to(DEVICE), found, N=128)
     exponential = torch.exp2(y.double())

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from config import Config
-from errors import UserError
 from layers.build import build_model
-from optim import InFloat32, ShardedMuon, build_optimizers, learning_rate, set_learning_rate
+from optim import InFloat32, ShardedMuon, build_optimizers, learning_rate
 from runtime.config_files import load_config
 from tests.helpers import SMALL
 
@@ -36,38 +35,6 @@ def test_trapezoidal_schedule():
     assert learning_rate(60, config) == 1.0
     assert learning_rate(85, config) == pytest.approx(0.55)
     assert learning_rate(110, config) == pytest.approx(0.1)
-
-
-def test_a_rate_is_set_for_all_groups_times_their_lr_scale():
-    """Also when it is set again."""
-    p = torch.zeros(1)
-    groups = [
-        {"params": [p], "lr_scale": 10.0},
-        {"params": [p.clone()]},
-    ]
-    first = torch.optim.SGD(groups, lr=1.0)
-    second = torch.optim.SGD([p.clone()], lr=1.0)
-    for lr in (0.5, 0.25, 0.25):
-        set_learning_rate([first, second], lr)
-        scaled, unscaled = first.param_groups
-        (of_second,) = second.param_groups
-        assert scaled["lr"] == 10 * lr
-        assert unscaled["lr"] == lr
-        assert of_second["lr"] == lr
-
-
-def test_a_groups_lr_is_refused_because_the_schedule_would_overwrite_it(monkeypatch):
-    config = load_config(SMALL)
-    model = build_model(config)
-
-    class WithAnLr(torch.optim.AdamW):
-        def __init__(self, groups, **settings):
-            groups[0]["lr"] = 5.0
-            super().__init__(groups, **settings)
-
-    monkeypatch.setattr(torch.optim, "AdamW", WithAnLr)
-    with pytest.raises(UserError, match='"lr": 5.0, which the schedule overwrites'):
-        build_optimizers(model, config)
 
 
 @pytest.mark.parametrize("projections", ["linear", "tpa"])

@@ -17,7 +17,7 @@ from attention import VARIANTS
 from config import Config
 from errors import UserError
 from layers.build import build_model
-from layers.heads import formulas_hash
+from layers.formulas import formulas_hash
 from runtime import checkpoint, files, run_folder
 from scripts import attention_maps, curves, eval_length
 from scripts.common import runner
@@ -143,19 +143,6 @@ def test_measurements_of_other_facts_stay(tmp_path):
     assert chunks_of(file, third) is None
 
 
-def test_the_newest_of_measurements_that_cannot_be_told_apart(tmp_path):
-    """Two hashes of an earlier kind: both may be of the formulas there are now."""
-    file = tmp_path / "results.json"
-    older = {"step": 1, "formulas": "3.11 0123456789abcdef", "parts": {"older": {}}}
-    newer = {"step": 1, "formulas": "3.11 fedcba9876543210", "parts": {"newer": {}}}
-    file.write_text(json.dumps([older, newer]))
-    now = {"step": 1, "formulas": "syntax 0123456789abcdef"}
-    assert chunks_of(file, now) == {"newer": {}}
-    add(file, now, "now")
-    assert chunks_of(file, now) == {"newer": {}, "now": {"value": "now"}}
-    assert runner.read_measurements(file)[0] == older
-
-
 def test_a_run_that_saves_while_it_is_measured(tmp_path, shards):
     """A run and its control are measured with the weights that were the newest at the beginning."""
     run = saved_run(
@@ -216,28 +203,6 @@ def test_an_edited_formula_is_remeasured(run, call, pictures, other_formula, mon
     assert losses()[:1] == before
     assert losses()[1] != before[0]
     assert losses("--again")[1] != before[0]
-
-
-def test_a_hash_of_another_kind_is_no_reason_to_measure_again(
-    run, call, pictures, other_formula, capsys
-):
-    """It cannot be compared, and neither can a hash that was not recorded."""
-    results = run / "eval_length.json"
-    call(eval_length, run, "--lengths=128", "--tokens=128")
-    (measurement,) = json.loads(results.read_text())
-    chunk = measurement["parts"]["128 tokens"]
-    other_formula()
-    for formulas in (None, "3.11 0123456789abcdef"):
-        measurement["formulas"] = formulas
-        measurement["code"] = {"128 tokens": "0123456789abcdef"}
-        if formulas is None:
-            del measurement["formulas"], measurement["code"]
-        results.write_text(json.dumps([measurement]))
-        capsys.readouterr()
-        call(eval_length, run, "--lengths=128", "--tokens=128")
-        (taken,) = json.loads(results.read_text())
-        assert taken["parts"]["128 tokens"] == chunk
-        assert "other code" not in capsys.readouterr().out
 
 
 def test_a_read_only_run_is_measured_beside_the_picture(

@@ -14,9 +14,9 @@ import torch
 
 from attention import VARIANTS, Phi
 from config import Config
-from layers.heads import SHARED_FORMULAS, formulas_hash
+from layers.formulas import SHARED_FORMULAS, formulas_hash
 from runtime import source
-from runtime.source import Definition, definition_of, differs, nodes_of, source_hash
+from runtime.source import Definition, definition_of, nodes_of, source_hash
 from scripts import eval_length, passkey, recall
 from scripts.common.runner import code_hash
 from tests.runs import ROOT
@@ -184,7 +184,7 @@ def test_an_edited_formula_is_noticed(settings, edit, edited):
     config = Config(**settings)
     before = unedited(formulas_hash, config)
     edited(*edit)
-    assert differs(before, formulas_hash(config))
+    assert before != formulas_hash(config)
 
 
 EXP_LINE, SIGMOID_LINE = re.findall("^(?:EXP|SIGMOID) = .*", ATTENTION, re.M)
@@ -333,7 +333,7 @@ def test_an_edited_module_of_ones_own_is_noticed(edit, own_module):
     assert (edit[0] in MINE) != (edit[0] in SHAPES)
     own_module("mine", MINE.replace(*edit))
     own_module("shapes", SHAPES.replace(*edit))
-    assert differs(before, source_hash((Definition("mine", "tent"),)))
+    assert before != source_hash((Definition("mine", "tent"),))
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_every_form_of_import_is_followed(statement, function, inside, own_modul
     own_module("kit/waves", "def wave(z):\n    return z.sin()\n")
     before = source_hash((Definition("mine", "f"),))
     own_module("kit/waves", "def wave(z):\n    return z.cos()\n")
-    assert differs(before, source_hash((Definition("mine", "f"),)))
+    assert before != source_hash((Definition("mine", "f"),))
 
 
 def test_a_module_that_runs_as_a_script(own_module, tmp_path):
@@ -393,7 +393,7 @@ def test_a_module_that_attention_imports(edited, own_module):
     before = formulas_hash(Config())
     own_module("mine", "def half(z):\n    return z / 3\n")
     edited(*edit)
-    assert differs(before, formulas_hash(Config()))
+    assert before != formulas_hash(Config())
 
 
 def test_a_variant_that_a_script_adds(own_module, monkeypatch):
@@ -418,7 +418,7 @@ def test_a_variant_that_a_script_adds(own_module, monkeypatch):
     own_module("script", module.replace("z / by", "z * by"))
     for function, hash_before in zip(functions, before, strict=True):
         monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=Phi(function)))
-        assert differs(hash_before, formulas_hash(Config().replace(attention="own")))
+        assert hash_before != formulas_hash(Config().replace(attention="own"))
     # what has no source of a user's own is hashed all the same
     for function in (torch.nn.Softplus(beta=2), eval("lambda z: z"), torch.exp, torch.Tensor.exp):
         monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=Phi(function)))
@@ -447,7 +447,7 @@ EDITED_CODE = {
 def test_edited_code_of_an_evaluation_is_noticed(edit, edited):
     before = unedited(code_hash, eval_length.EVAL_LENGTH)
     edited(*edit)
-    assert differs(before, code_hash(eval_length.EVAL_LENGTH))
+    assert before != code_hash(eval_length.EVAL_LENGTH)
 
 
 SAME_CODE = {
@@ -480,7 +480,7 @@ def test_what_decides_no_number_of_an_evaluation(edit, edited):
 def test_edited_code_of_other_evaluations(evaluation, edit, edited):
     before = unedited(code_hash, evaluation)
     edited(*edit)
-    assert differs(before, code_hash(evaluation))
+    assert before != code_hash(evaluation)
 
 
 def test_the_file_of_an_evaluation_may_have_any_name(own_module):
@@ -491,7 +491,7 @@ def test_the_file_of_an_evaluation_may_have_any_name(own_module):
     evaluation = replace(eval_length.EVAL_LENGTH, name="other", measure=partial(module.measure))
     before = code_hash(evaluation)
     own_module("any_file", text.replace("0.5", "0.4"))
-    assert differs(before, code_hash(evaluation))
+    assert before != code_hash(evaluation)
     del sys.modules["any_file"]
 
 
@@ -514,14 +514,6 @@ print(source_hash(roots))
         hashes.add(done.stdout.decode().strip())
     roots = Definition("mine", "tent"), Definition("attention", "VARIANTS", "lssar")
     assert hashes == {source_hash(roots)}
-
-
-def test_only_hashes_of_one_kind_are_compared():
-    now = formulas_hash(Config())
-    assert differs("syntax 0123456789abcdef", now)
-    # none recorded; one of instructions, by version of Python; one of the bytes of files
-    for before in (None, "3.12 0123456789abcdef", "0123456789abcdef", now):
-        assert not differs(before, now)
 
 
 def test_every_shared_formula_is_defined():

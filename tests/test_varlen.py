@@ -2,6 +2,7 @@
 
 import functools
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,8 +127,8 @@ def test_torchs_operator_takes_the_arguments(case):
 
 
 def test_the_path_of_softmax_on_a_gpu(monkeypatch):
-    capability = (8, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    gpu = SimpleNamespace(major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     documents = Context(document_positions=torch.zeros(1, 300, dtype=torch.int32))
 
     def path(*settings, dtype=BFLOAT16, queries=300, context=NO_CONTEXT):
@@ -148,7 +149,7 @@ def test_the_path_of_softmax_on_a_gpu(monkeypatch):
     ):
         assert path("--window=100", **options) == "sdpa"
     assert path("--window=100", "--n_embd=36") == "sdpa"
-    capability = (7, 5)
+    gpu = SimpleNamespace(major=7, minor=5)
     assert path("--window=100") == "sdpa"
 
 
@@ -164,7 +165,9 @@ def test_the_path_of_softmax_on_a_gpu(monkeypatch):
     ],
 )
 def test_the_path_is_reported_with_why_it_is_not_varlen(settings, capability, reason, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    major, minor = capability
+    gpu = SimpleNamespace(major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr("attention_paths.module.obstacle", lambda *_: "not asked for")
     config = small_config("softmax.py", "--window=8", *settings)
     model = build_model(config)

@@ -121,7 +121,7 @@ class Textbook:
         return total_of_queries[..., None] - total[..., None, :]
 
     def phi(self, function, z):
-        """phi(z), 0 for hidden keys."""
+        """phi(z), 0 for masked keys."""
         z = z.masked_fill(~self.visible, 0)
         return function(z) * self.visible
 

@@ -13,7 +13,7 @@ from attention_paths.kernels.phi import relu
 
 
 @triton.jit
-def arguments(block, keys, bias, OPTIONAL, Lk, C):
+def tile_scores(block, keys, bias, OPTIONAL, Lk, C):
     """The argument y of phi for a tile [rows, keys]."""
     k = tiles.load(block.k, keys, Lk, C)
     y = tiles.dot(block.q, tl.trans(k), C)
@@ -67,7 +67,7 @@ def forward_one_stage(
         begin, end = block.spans[SPAN]
         for start in range(begin, end, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            y = arguments(block, keys, bias, OPTIONAL, Lk, C)
+            y = tile_scores(block, keys, bias, OPTIONAL, Lk, C)
             visible = visible_in(block, keys, first_key, C)
             if F.shift is not None:
                 y, y_max, rescale = tiles.shifted(y, y_max, visible, F, SPAN > 0)
@@ -116,7 +116,7 @@ def sum_and_maximum(block, bias, first_key, OPTIONAL, Lk, F, C, M, N):
         begin, end = block.spans[SPAN]
         for start in range(begin, end, N):
             keys = start + tl.arange(0, N)
-            y = arguments(block, keys, bias, OPTIONAL, Lk, C)
+            y = tile_scores(block, keys, bias, OPTIONAL, Lk, C)
             visible = visible_in(block, keys, first_key, C)
             if F.shift is not None:
                 y, y_max, rescale = tiles.shifted(y, y_max, visible, F, SPAN > 0)
@@ -199,7 +199,7 @@ def forward_two_stages(
         begin, end = block.spans[SPAN]
         for start in range(begin, end, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            y = arguments(block, keys, bias, OPTIONAL, Lk, C)
+            y = tile_scores(block, keys, bias, OPTIONAL, Lk, C)
             a = F.phi(y)[0]
             t = tiles.reweighted(a, gain[:, None], offset[:, None])
             if SPAN > 0:

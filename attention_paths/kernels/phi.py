@@ -92,7 +92,7 @@ def product_less_one(q, r):
 
 @triton.jit
 def softplus_total(y):
-    """The sum of softplus over each row of a tile of at most 128 keys; hidden y are -inf.
+    """The sum of softplus over each row of a tile of at most 128 keys; masked y are -inf.
 
     The sum of log2(1 + e) is the logarithm of the product of all 1 + e: one logarithm per row
     instead of one per key. The product is at most 2 to the number of keys, which for 128 keys is

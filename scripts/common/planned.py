@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from config import LEARNED, MAY_CHANGE, ROOT, Config, micro_batch_size
+from config import FREE_ON_RESUME, LEARNED, ROOT, Config, micro_batch_size
 from errors import EXIT_MISTAKE, UserError
 from layers.heads import check_attention
 from runtime import checkpoint, run_folder
@@ -94,7 +94,7 @@ class PlannedRun:
             if saved[key] != planned[key] and not (key == "data_dir" and compares_data):
                 return f"{key} = {saved[key]!r}, not {planned[key]!r}"
         for change in began.changes:
-            for key in change.keys() - {"step"} - MAY_CHANGE:
+            for key in change.keys() - {"step"} - FREE_ON_RESUME:
                 return f"{key} = {change[key][1]!r} from step {change['step']} on"
         if self.base is not None:
             began_with = read_json(self.folder / "began_with.json")

@@ -77,7 +77,7 @@ from runtime.checkpoint import Checkpoint
 from runtime.device import environment, pick_device
 from runtime.files import check_writable, is_writable, read_json, write_json
 from runtime.hf_config import PRETRAINED
-from runtime.source import definition_of, differs, source_hash
+from runtime.source import definition_of, source_hash
 from scripts.common.command_line import parse, require
 from scripts.common.hf_loading import scaled_config
 from scripts.common.hf_models import (
@@ -210,8 +210,7 @@ def is_of_other_code(evaluation: Evaluation, result: dict | None) -> bool:
     if result is None:
         return False
     now = code_hash(evaluation)
-    before = result.get("code", {})
-    return any(differs(before.get(name), now) for name in result["parts"])
+    return any(result["code"][name] != now for name in result["parts"])
 
 
 def measure_missing(
@@ -305,9 +304,9 @@ def is_of(measurement: dict, facts: dict) -> bool:
     """Whether a measurement has these facts."""
     for key, value in facts.items():
         # the same data may lie in several folders: the hash tells them apart
-        if key not in ("data_dir", "formulas") and measurement.get(key) != value:
+        if key != "data_dir" and measurement.get(key) != value:
             return False
-    return "formulas" not in facts or not differs(measurement.get("formulas"), facts["formulas"])
+    return True
 
 
 def store(file: Path, facts: dict, name: str, values: dict, code: str, made: dict) -> None:

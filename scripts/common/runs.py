@@ -17,7 +17,7 @@ from tqdm import tqdm
 from config import Config
 from evaluation import check_windows
 from layers.build import build_model
-from layers.heads import formulas_hash
+from layers.formulas import formulas_hash
 from layers.selfcheck import check_kernels
 from layers.windows import largest_window, limit_windows
 from model import GPT

@@ -63,7 +63,7 @@ def print_price(runs: Sequence[PlannedRun], out: Path) -> None:
     free = shutil.disk_usage(existing).free
     print(f"disk: at most {disk / 1e9:,.3g} GB of checkpoints; {free / 1e9:,.3g} GB are free")
     sentence = f"training takes {flop:.1e} FLOP: "
-    if TASKS[left[0].config.task].tokens_per_position == 1:
+    if left[0].config.task != "orbits":
         hours = flop / measured_flops(left[0].config) / 3600
         sentence += f"{duration(hours)} of this machine, by a step of {left[0].config.name}; "
     else:
