@@ -41,7 +41,8 @@ settings. Lengths that it has are not measured again; new ones are added:
                                                         mean in nats per token, "standard_error":
                                                         over stretches of text as long as the least
                                                         common multiple of the lengths; null: a
-                                                        single one}}; of "1024 tokens by
+                                                        single one, "by_stretch": their mean
+                                                        losses}}; of "1024 tokens by
                                                         position" also "loss_by_position", the mean
                                                         over windows for each position; of windows
                                                         inside documents "1024 tokens in 4096 of
@@ -172,10 +173,12 @@ def measure(options: LossOptions, run: Run, chunk: Chunk) -> dict:
         if is_apart and not run.config.document_mask:  # not yet checked within documents
             check_kernels(run.model, run.config, run.dtype, within_documents=True)
     by_position, by_window = mean_losses(run, windows(text, chunk.length, run.device))
+    by_stretch = by_window.view(len(text), -1).mean(1)
     values: dict[str, Any] = {
         "length": chunk.length,
         "loss": by_position.mean().item(),
-        "standard_error": standard_error(by_window.view(len(text), -1).mean(1)),
+        "standard_error": standard_error(by_stretch),
+        "by_stretch": [round(loss, 6) for loss in by_stretch.tolist()],
     }
     if chunk.documents is not None:
         values["documents"] = chunk.documents
@@ -276,19 +279,49 @@ def standard_error(means: Tensor) -> float | None:
     return (means.std() / math.sqrt(len(means))).item()
 
 
-def gain(result: dict) -> float | None:
-    """A measurement's gain from context at the longest length; None without a control.
+def difference_error(part: dict, other: dict) -> float | None:
+    """The standard error over the text of one loss minus another.
 
-    The gain is the loss that T tokens allow, T being the training length, minus the loss with all
-    tokens. T tokens allow the lower of two losses: with a sliding window of T, and at T, if it is
-    measured.
+    None where they were measured over stretches of another length, or over a single stretch.
+    """
+    losses = torch.tensor(part["by_stretch"], dtype=torch.float64)
+    other_losses = torch.tensor(other["by_stretch"], dtype=torch.float64)
+    if len(losses) != len(other_losses):
+        return None
+    return standard_error(losses - other_losses)
+
+
+def gain_parts(result: dict) -> tuple[dict, dict] | None:
+    """The two losses whose difference is the gain at the longest length; None without a control.
+
+    The first is what T tokens allow, T being the training length: the lower of the losses with a
+    sliding window of T and, if it is measured, at T. The second is with all tokens.
     """
     if "control" not in result:
         return None
-    in_window = result["control"]
-    losses = dict(zip(in_window["lengths"], in_window["loss"], strict=True))
-    loss_at_T = losses.get(result["trained_length"], math.inf)
-    return min(loss_at_T, in_window["loss"][-1]) - result["loss"][-1]
+    *shorter, with_window = result["control"]["parts"].values()
+    at_T = [part for part in shorter if part["length"] == result["trained_length"]]
+    with_T = min((with_window, *at_T), key=lambda part: part["loss"])
+    with_all = by_attention(result["parts"])[""][-1]
+    return with_T, with_all
+
+
+def gain(result: dict) -> float | None:
+    """A measurement's gain from context at the longest length; None without a control."""
+    parts = gain_parts(result)
+    return None if parts is None else parts[0]["loss"] - parts[1]["loss"]
+
+
+def gain_error(result: dict) -> float | None:
+    """The standard error of `gain` over the text; None where it is not known."""
+    parts = gain_parts(result)
+    return None if parts is None else difference_error(*parts)
+
+
+def error_range(errors: Iterable[float | None]) -> str:
+    """The least and the largest of the errors that are known, "" where none is."""
+    known = [error for error in errors if error is not None]
+    return f"{min(known):.4f} to {max(known):.4f}" if known else ""
 
 
 # ---- the table and the pictures ----
@@ -324,13 +357,14 @@ def print_losses(results: Results, title: str, whole_documents: bool) -> None:
             value = gains.get(label)
             row.append("" if value is None else f"{value:+.4f}")
         table.append(row)
-        errors += [error for error in losses["standard_error"] if error is not None]
+        errors += losses["standard_error"]
     print_table(table, width=9)
-    if errors:
-        spread = f"{min(errors):.4f} to {max(errors):.4f}"
-        print(f"{first['tokens']:,} tokens; standard error of a loss over this text: {spread}")
+    if of_losses := error_range(errors):
+        print(f"{first['tokens']:,} tokens; standard error of a loss over this text: {of_losses}")
     if has_gains:
         print(MEANING)
+    if of_gains := error_range(map(gain_error, results.values())):
+        print(f"standard error of a gain over this text: {of_gains}")
     for sentence in on_documents(results):
         print(sentence)
 

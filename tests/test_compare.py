@@ -4,6 +4,7 @@ import json
 import shutil
 import statistics
 
+import numpy as np
 import pytest
 
 from data import recall
@@ -56,6 +57,10 @@ LSSAR = str(CONFIGS / "lssar_p15.py")
 TINY = str(CONFIGS / "scales/tiny.py")
 
 
+def error_of_mean(values):
+    return np.std(values, ddof=1) / len(values) ** 0.5
+
+
 def test_two_configs_end_to_end(compared, commands, mine, tmp_path, capsys, call, refused):
     folder = compared(SOFTMAX, mine, "--seeds=2", "--lengths=64")
     printed = capsys.readouterr().out
@@ -63,6 +68,8 @@ def test_two_configs_end_to_end(compared, commands, mine, tmp_path, capsys, call
     assert folder.name == "compare_softmax_mine"
     assert len(commands) == 4
     assert printed.index("4 runs") < printed.index("step 6/6") < printed.index("| `softmax` |")
+    by_stretch = {}
+    gain_errors = []
     for name, layers in (("softmax", 2), ("mine", 1)):
         for seed, run in zip((1337, 1338), table["rows"][name]["runs"], strict=True):
             run_folder = tmp_path / f"out/small/{name}/seed{seed}"
@@ -71,6 +78,20 @@ def test_two_configs_end_to_end(compared, commands, mine, tmp_path, capsys, call
             assert config["seed"] == run["seed"] == seed
             measured, control = measured_losses(run_folder)
             assert run["values"][:3] == [*measured["loss"], control["loss"][-1]]
+            by_stretch[name, seed] = [np.array(p["by_stretch"]) for p in measured["parts"].values()]
+            with_T = min(control["parts"].values(), key=lambda part: part["loss"])
+            gain_errors.append(error_of_mean(with_T["by_stretch"] - by_stretch[name, seed][-1]))
+    difference_errors = []
+    for seed in (1337, 1338):
+        for losses, others in zip(
+            by_stretch["mine", seed], by_stretch["softmax", seed], strict=True
+        ):
+            difference_errors.append(error_of_mean(losses - others))
+    ranges = [
+        f"{min(errors):.4f} to {max(errors):.4f}" for errors in (gain_errors, difference_errors)
+    ]
+    sentence = "Standard error over the text: of a gain {}; of a loss minus `softmax`'s {}."
+    assert sentence.format(*ranges) in printed
     mine = table["rows"]["mine"]
     softmax = table["rows"]["softmax"]
     for i, difference in enumerate(mine["difference"]["mean"]):

@@ -185,12 +185,25 @@ def test_runs_trained_on_other_data_in_one_folder_are_not_measured_together(
 @pytest.mark.parametrize("window, gain", [([2.2, 2.6], -0.3), ([2.2, 2.1], -0.4)])
 def test_the_gain_is_over_the_better_of_two_controls(window, gain):
     """Without positions a window may harm a model; reading T tokens at a time never does."""
+
+    def parts(losses, steps):
+        """Two stretches, whose losses lie `step` below and above their mean."""
+        return {
+            f"{length} tokens": {"length": length, "loss": loss, "by_stretch": [loss - d, loss + d]}
+            for length, loss, d in zip((16, 64), losses, steps, strict=True)
+        }
+
     result = {
         "trained_length": 16,
-        "loss": [2.2, 2.5],
-        "control": {"lengths": [16, 64], "loss": window},
+        "parts": parts([2.2, 2.5], (0.5, 0.75)),
+        "control": {"parts": parts(window, (0.5, 0.25))},
     }
     assert eval_length.gain(result) == pytest.approx(gain)
+    # the stretches differ by 0.75 - 0.5 or 0.75 - 0.25 from their mean; of two, that is the error
+    error = 0.25 if gain == -0.3 else 0.5
+    assert eval_length.gain_error(result) == pytest.approx(error)
+    result["parts"]["64 tokens"]["by_stretch"] = [2.5, 2.5, 2.5, 2.5]  # of another command
+    assert eval_length.gain_error(result) is None
     assert eval_length.gain({"loss": [2.2]}) is None
 
 

@@ -12,7 +12,16 @@ from scripts.common.papers import LSSAR
 from scripts.common.tables import cell, summarise
 from scripts.common.validation import accuracies
 from scripts.downstream import DOWNSTREAM, DownstreamOptions
-from scripts.eval_length import EVAL_LENGTH, UNIT, LossOptions, gain, smoothed
+from scripts.eval_length import (
+    EVAL_LENGTH,
+    UNIT,
+    LossOptions,
+    difference_error,
+    error_range,
+    gain,
+    gain_error,
+    smoothed,
+)
 from scripts.passkey import PASSKEY, PasskeyOptions
 from scripts.recall import (
     LEARNED_AT,
@@ -85,7 +94,7 @@ def loss_and_gain(
         columns=(f"{multiples[-1]:g}x, {SLIDING}", GAIN),
         better=(*lower, "higher"),
         values=values,
-        remarks=smaller_windows,
+        remarks=lambda table: [*smaller_windows(table), *errors_over_text(table)],
     )
 
 
@@ -121,6 +130,31 @@ def smaller_windows(table: dict) -> list[str]:
     if not entries:
         return []
     return [f"The sliding window is the model's own, in tokens, for {', '.join(entries)}."]
+
+
+def errors_over_text(table: dict) -> list[str]:
+    """State the standard error over the text of gains and of differences from the baseline.
+
+    The runs share the text, so that a difference is surer than the two losses.
+    """
+    gain_errors: list[float | None] = []
+    difference_errors: list[float | None] = []
+    baseline = {}
+    for run in table["rows"].get(table["baseline"], {"runs": []})["runs"]:
+        baseline[run["seed"]] = run["evaluation"]["parts"]
+    for name, row in table["rows"].items():
+        for run in row["runs"]:
+            gain_errors.append(gain_error(run["evaluation"]))
+            if name == table["baseline"] or run["seed"] not in baseline:
+                continue
+            for key, part in run["evaluation"]["parts"].items():
+                difference_errors.append(difference_error(part, baseline[run["seed"]][key]))
+    errors = []
+    if of_gains := error_range(gain_errors):
+        errors.append(f"of a gain {of_gains}")
+    if of_differences := error_range(difference_errors):
+        errors.append(f"of a loss minus `{table['baseline']}`'s {of_differences}")
+    return [f"Standard error over the text: {'; '.join(errors)}."] if errors else []
 
 
 def loss_by_position(
