@@ -164,7 +164,7 @@ class SelfAttention(nn.Module):
             new = (k, v, context.log_forget)
             k, v, log_forget = cache.append(attention, new)
             context = replace(context, log_forget=log_forget)
-        return attention(q, k, v, context)
+        return attention(q, k, v, context)  # attention_paths.module picks one of its paths
 
     def initialise(self) -> None:
         """Draw the initial weights that are not drawn as GPT-2's are."""

@@ -165,8 +165,8 @@ def train(
 ) -> bool:
     """Train until the last step or a signal; returns whether a signal stopped it.
 
-    `fetch` returns this rank's share of a step. Without a loader there is neither validation nor
-    MFU.
+    `fetch` returns this rank's share of a step. Without a loader, as for scripts.finetune_squad,
+    there is neither validation nor MFU.
     """
     run = Path(config.out_dir)
     rank_flops_per_token = 0.0
@@ -271,7 +271,7 @@ class StepBatch(NamedTuple):
     """A rank's share of a step, whose loss is the sum of the micro-batches' losses / divisor."""
 
     micro_batches: Sequence[tuple[Tensor, Tensor]]
-    divisor: int  # micro-batches, or labels, that the loss is a mean over
+    divisor: int  # number of micro-batches; in scripts.physics of labels
     tokens: int  # that all ranks together process in the step
 
 
