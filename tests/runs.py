@@ -2,25 +2,25 @@
 
 import json
 import shutil
+import sys
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from config import ROOT
-from errors import command
 from runtime import checkpoint, run_folder
-from runtime.config_files import load_config
 
 TIMES = {"ms", "tokens_per_s", "memory_mb", "mfu"}
 
 
-@command
 def run_train(*arguments):
     """Do in this process what `python train.py` does with these arguments."""
     import train  # here, as many tests do without it
 
-    train.main(load_config(list(map(str, arguments))))
+    with patch.object(sys, "argv", ["train.py", *map(str, arguments)]):
+        train.main()
 
 
 def copy_of_repository(target):
