@@ -4,15 +4,15 @@ python -m scripts.compare configs/softmax.py configs/mine.py --scale tiny --seed
 python -m scripts.compare configs/lssar_p15.py --p=3,5,7,10 --scale tiny
 python -m scripts.compare configs/softmax.py configs/ssmax.py --positions=rope,none \
     --scale recall/tiny --lengths 64,1024
-python -m scripts.compare configs/softmax.py configs/hybrid_ssmax.py:plain_rope --scale tiny
+python -m scripts.compare configs/softmax.py configs/softmax.py:yarn --scale tiny
 
 Each config file is an entry, and with --SETTING=VALUE,VALUE each combination of a file and a value.
 A setting of a config file overrides the scale's. A window in a config file is for the file's
 block_size (1,024 unless it sets one) and is scaled to the scale's; one on the command line is not.
 
-Beyond the training length RoPE is scaled by Dynamic NTK. FILE.py:VIEW evaluates the same run in
-another way, such as yarn, or plain_rope, which is better for hybrids and sliding windows: their
-heads with RoPE never see farther than in training.
+Beyond the training length RoPE is scaled by Dynamic NTK, except where windows keep every head with
+RoPE within it, as in hybrids. FILE.py:VIEW evaluates the same run in another way, such as yarn, or
+plain_rope.
 
 Runs on text are evaluated by length, with the sliding-window control; runs on recall by their
 accuracy at each length; runs on orbits by their last validation. The table has means and standard

@@ -107,6 +107,32 @@ def test_another_variant_re_weights_only_where_it_is_asked_to(options, attention
     assert config.p == p
 
 
+@pytest.mark.parametrize(
+    "case, rope",
+    [
+        ("softmax.py", "dynamic_ntk"),
+        ("ssmax.py --nope_share=0.5", "dynamic_ntk"),
+        ("ssmax.py --nope_every=2", "dynamic_ntk"),
+        ("swa.py --window=4 --window_pattern=SL --nope_every=2", "none"),
+        ("swa.py --window=16", "none"),
+        ("swa.py --window=17", "dynamic_ntk"),
+        ("sssl.py --window=4", "dynamic_ntk"),
+        ("hybrid_ssmax.py --local_window=4", "none"),
+        ("hybrid_ssmax.py --local_window=17", "dynamic_ntk"),
+        ("hybrid_ssmax.py --local_window=4 --nope_every=2", "none"),
+        ("softmax_alibi.py", "none"),
+    ],
+)
+def test_rope_is_scaled_where_a_head_sees_beyond_training(case, rope):
+    assert Options().rope_for(small_config(case)) == rope
+
+
+def test_rope_is_not_scaled_where_the_window_of_an_evaluation_is_the_training_length():
+    config = Config(block_size=16)
+    assert Options(window=16).rope_for(config) == "none"
+    assert Options(window=17).rope_for(config) == "dynamic_ntk"
+
+
 # ---- opening a run ----
 
 

@@ -12,9 +12,6 @@ from layers.rope import Rope
 from runtime.device import pick_device, pick_dtype
 from scripts.common.command_line import option
 
-# The RoPE scaling of a run, where the options name none.
-DEFAULT_ROPE = "dynamic_ntk"
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoadingOptions:
@@ -37,8 +34,8 @@ class Options(LoadingOptions):
 
     rope: str | None = option(
         None,
-        f"RoPE scaling: {', '.join(Rope.SCALINGS)} (default: {DEFAULT_ROPE}; for hf: models, "
-        "the model's)",
+        f"RoPE scaling: {', '.join(Rope.SCALINGS)} (default: dynamic_ntk, or none where windows "
+        "keep every head with RoPE within the training length; for hf: models, the model's)",
     )
     rope_factor: float | None = option(None, "factor of the RoPE scaling: see layers.rope.Rope")
     rope_theta: float | None = option(None, "another base of RoPE (SSMax: 500000)")
@@ -84,19 +81,29 @@ class Options(LoadingOptions):
     def rope_for(self, config: Config) -> str:
         """The RoPE scaling of a run with this config: "none" for a run without RoPE.
 
-        Raises UserError where a scaling other than the default, a factor or a base is asked of a
+        Raises UserError where a scaling other than dynamic_ntk, a factor or a base is asked of a
         run without RoPE, and for an unknown scaling or an invalid factor or base.
         """
         theta = {} if self.rope_theta is None else {"theta": self.rope_theta}
-        scaling = self.rope or DEFAULT_ROPE
+        scaling = self.rope or self.default_rope(config)
         Rope(2, 1, scaling=scaling, factor=self.rope_factor, **theta)
         if config.positions == "rope":
             return scaling
-        if self.rope_factor or self.rope_theta or scaling not in ("none", DEFAULT_ROPE):
+        if self.rope_factor or self.rope_theta or scaling not in ("none", "dynamic_ntk"):
             raise UserError(
                 f"--rope: {config.out_dir} has positions = {config.positions!r}: no RoPE"
             )
         return "none"
+
+    def default_rope(self, config: Config) -> str:
+        """The RoPE scaling where --rope names none.
+
+        It is Dynamic NTK where a head with RoPE sees farther than in training. Where windows hide
+        all that is farther, as in hybrids, a scaling would change what was learned for nothing.
+        """
+        if self.window is not None and self.window <= config.block_size:
+            return "none"
+        return "dynamic_ntk" if config.rope_sees_beyond_training else "none"
 
 
 @dataclass(frozen=True, kw_only=True)

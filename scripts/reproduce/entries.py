@@ -31,9 +31,9 @@ Settings = dict[str, Any]
 
 # How a run may be evaluated: options of the evaluation, by the name of the view.
 VIEWS: dict[str, Settings] = {
-    "": {},  # as it was trained
+    "": {},  # the defaults
     "plain_rope": {"rope": "none"},
-    **{name: {"rope": name} for name in Rope.SCALINGS},
+    **{name: {"rope": name} for name in Rope.SCALINGS if name != "none"},
     # Dynamic NTK is NTK with s = length / training length; this is one s for all lengths.
     "ntk16": {"rope": "ntk", "rope_factor": 16.0},
     **{f"p{p}": {"p": float(p)} for p in POWERS},
@@ -84,11 +84,11 @@ def config_entries(*configs: str, view: str = "") -> tuple[Entry, ...]:
     return tuple(config_entry(config, view) for config in configs)
 
 
-def with_plain_rope(*configs: str) -> tuple[Entry, ...]:
-    """Return two entries of each config: as it was trained, and without scaled RoPE."""
+def with_dynamic_ntk(*configs: str) -> tuple[Entry, ...]:
+    """Return two entries of each config: with the RoPE of the default, and with Dynamic NTK."""
     entries = []
     for config in configs:
-        entries += [config_entry(config), config_entry(config, "plain_rope")]
+        entries += [config_entry(config), config_entry(config, "dynamic_ntk")]
     return tuple(entries)
 
 

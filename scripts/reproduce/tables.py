@@ -47,8 +47,8 @@ from scripts.reproduce.entries import (
     config_entry,
     config_with,
     hybrid,
+    with_dynamic_ntk,
     with_p,
-    with_plain_rope,
 )
 from scripts.reproduce.headroom import HEADROOM
 from scripts.reproduce.kinds import (
@@ -71,6 +71,9 @@ from scripts.reproduce.pictures import in_panels, lines
 
 # ---- the entries of larger tables ----
 
+DEFAULT_ROPE_NOTE = (
+    "RoPE is scaled by Dynamic NTK, but plain in `swa` and in hybrids, and in `:plain_rope`."
+)
 TABLE1 = LSSAR["table1"]
 # What users pick instead of LSSAR: a panel of the league's picture for each kind.
 LEAGUE = {
@@ -80,7 +83,7 @@ LEAGUE = {
     ),
     "positions": (
         *config_entries("softmax", "softmax_alibi", "softmax_nope"),
-        *with_plain_rope("swa", "hybrid", "hybrid_ssmax", "hybrid_lssar_p5"),
+        *with_dynamic_ntk("swa", "hybrid", "hybrid_ssmax", "hybrid_lssar_p5"),
     ),
     "sinks and gates": config_entries(
         "softmax", "softmax_off_by_one", "softmax_sink", "softpick", "gated", "fox"
@@ -123,7 +126,7 @@ COMPONENTS = (
 ROPES = tuple(
     config_entry(name, view)
     for name in ("softmax", "ssmax", "lssar_p15")
-    for view in ("none", "linear", "dynamic_ntk", "yarn", "ntk16")
+    for view in ("plain_rope", "linear", "dynamic_ntk", "yarn", "ntk16")
 )
 
 
@@ -148,8 +151,11 @@ NORM_AND_PAIRS = {
 }
 
 
-def by_documents(config: str) -> tuple[Entry, ...]:
-    """Return a config with and without document_mask, in the stream and in aligned windows."""
+def by_documents(config: str, *views: str) -> tuple[Entry, ...]:
+    """Return a config with and without document_mask, in the stream and in aligned windows.
+
+    Each is evaluated in its default way, and in these.
+    """
     entries = []
     for name, mask, align in (
         ("stream_joined", False, False),
@@ -158,12 +164,16 @@ def by_documents(config: str) -> tuple[Entry, ...]:
         ("aligned_apart", True, True),
     ):
         run = f"{config}_{name}"
-        entries.append(config_with(config, run, document_mask=mask, align_documents=align))
+        entry = config_with(config, run, document_mask=mask, align_documents=align)
+        entries += [replace(entry, view=view) for view in ("", *views)]
     return tuple(entries)
 
 
 DOCUMENTS = {
-    config: by_documents(config) for config in ("softmax", "ssmax", "lssar_p15", "hybrid_ssmax")
+    "softmax": by_documents("softmax"),
+    "ssmax": by_documents("ssmax"),
+    "lssar_p15": by_documents("lssar_p15"),
+    "hybrid_ssmax": by_documents("hybrid_ssmax", "dynamic_ntk"),
 }
 
 
@@ -174,7 +184,7 @@ def by_positions(normaliser: str) -> dict[str, Entry]:
         "RoPE, plain": config_entry(normaliser, view="plain_rope"),
         "no positions": config_with(normaliser, f"{normaliser}_nope", positions="none"),
         "ALiBi": config_with(normaliser, f"{normaliser}_alibi", positions="alibi"),
-        "hybrid": replace(hybrid(normaliser), view="plain_rope"),
+        "hybrid": hybrid(normaliser),
     }
 
 
@@ -192,25 +202,11 @@ NORMALISERS = (
 RECALL_ENTRIES = {normaliser: by_positions(normaliser) for normaliser in NORMALISERS}
 
 TEXT_AND_RECALL = (
-    *with_plain_rope("softmax"),
-    *config_entries(
-        "hybrid",
-        "hybrid_ssmax",
-        "hybrid_ssmax_quarter",
-        "hybrid_lssar_p5",
-        view="plain_rope",
-    ),
+    config_entry("softmax"),
+    config_entry("softmax", view="plain_rope"),
+    *config_entries("hybrid", "hybrid_ssmax", "hybrid_ssmax_quarter", "hybrid_lssar_p5"),
 )
-TEXT_AND_RECALL_NOTE = (
-    "Half of the steps are of text, half of recall. `:plain_rope` has no dynamic NTK."
-)
-# Attention within documents, for a model that also learns to recall from a whole window.
-DOCUMENTS_AND_RECALL = DOCUMENTS | {
-    "hybrid_ssmax": (
-        *DOCUMENTS["hybrid_ssmax"],
-        *(replace(entry, view="plain_rope") for entry in DOCUMENTS["hybrid_ssmax"]),
-    )
-}
+TEXT_AND_RECALL_NOTE = f"Half of the steps are of text, half of recall. {DEFAULT_ROPE_NOTE}"
 COPIES = (
     *TEXT_AND_RECALL,
     config_entry("ssmax"),
@@ -413,7 +409,7 @@ EXPERIMENTS = {
         note=(
             "`apart`: trained with document_mask, `joined`: without; `aligned`: with "
             "align_documents. Each run is measured across documents and, in the last columns, "
-            "within documents."
+            f"within documents. {DEFAULT_ROPE_NOTE}"
         ),
     ),
     "league": loss_and_gain(
@@ -421,7 +417,7 @@ EXPERIMENTS = {
         entries=all_entries(LEAGUE),
         draw=in_panels(pictures.by_kind(LEAGUE)),
         paper=TABLE1,
-        note="`:plain_rope` has no dynamic NTK.",
+        note=DEFAULT_ROPE_NOTE,
     ),
     "headroom": HEADROOM,
     "league_passkey": passkeys(
@@ -453,15 +449,14 @@ EXPERIMENTS = {
         entries=(
             *(entry for entries in RECALL_ENTRIES.values() for entry in entries.values()),
             *config_entries("stick_breaking", "fox", "asentmax", "softpick"),
-            config_entry("swa", view="plain_rope"),
-            *config_entries("gated", "qk_norm"),
+            *config_entries("swa", "gated", "qk_norm"),
         ),
         multiples=RecallOptions.multiples,
         values=accuracies_if_learned,
         draw=pictures.recall_pictures(RECALL_ENTRIES),
         note=(
-            "`:plain_rope` has no dynamic NTK, `_nope` no positions, `hybrid_` none in half of the "
-            "heads; the others are softmax with RoPE over a quarter of 1x."
+            "`_nope` has no positions, `hybrid_` none in half of the heads; the others are softmax "
+            f"with RoPE over a quarter of 1x. {DEFAULT_ROPE_NOTE}"
         ),
     ),
     "text_and_recall": loss_and_gain(
@@ -481,10 +476,10 @@ EXPERIMENTS = {
     ),
     "recall_and_documents": recall(
         title="Text with attention within documents, and recall in turn: recall",
-        entries=all_entries(DOCUMENTS_AND_RECALL),
+        entries=all_entries(DOCUMENTS),
         multiples=(1, 2, 4, 16),
         values=all_accuracies,
-        draw=in_panels(pictures.by_kind(DOCUMENTS_AND_RECALL)),
+        draw=in_panels(pictures.by_kind(DOCUMENTS)),
         better="higher",
         task="language+recall",
         note=(
@@ -505,7 +500,7 @@ EXPERIMENTS = {
         values=copying_columns,
         draw=pictures.together,
         remarks=shares_kept_by_seed,
-        note="–: hurt, or undecided (docs/evaluations.md, Copies). `:plain_rope` has no scaling.",
+        note=f"–: hurt, or undecided (docs/evaluations.md, Copies). {DEFAULT_ROPE_NOTE}",
     ),
     "loss_and_copying": loss_and_gain(
         title="Loss by length of models trained with repeats",
