@@ -335,17 +335,6 @@ class Config:
         return self.window if letter == "S" and not is_last else None
 
     @property
-    def rope_sees_beyond_training(self) -> bool:
-        """Whether a head with RoPE can see a key farther away than any in training."""
-        for layer in range(self.n_layer):
-            if self.nope_heads(layer) == self.n_head:
-                continue
-            window = self.local_window or self.layer_window(layer)
-            if window is None or window > self.block_size:
-                return True
-        return False
-
-    @property
     def variant_name(self) -> str:
         """The attention variant with its p, such as lssar_p15."""
         return self.attention + ("" if self.p is None else f"_p{self.p:g}")

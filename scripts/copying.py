@@ -198,7 +198,7 @@ def shares_kept(result: dict) -> dict[int, float | str]:
 
 def show(options: CopyingOptions, results: Results) -> dict[str, Figure]:
     """Print loss, worth of the first copy and share kept by lag, and draw the worth."""
-    title = title_of(results.values())
+    title = title_of(results)
     print(f"\n{UNIT}, {title}" if title else f"\n{UNIT}")
     curves = []
     for name, result, is_control in with_controls(results):

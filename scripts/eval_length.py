@@ -313,9 +313,14 @@ def gain(result: dict) -> float | None:
 
 
 def gain_error(result: dict) -> float | None:
-    """The standard error of `gain` over the text; None where it is not known."""
+    """The standard error of `gain` over the text; None if unknown, or if the gain is 0 by itself.
+
+    The control of a model whose windows are all shorter than T is the model itself.
+    """
     parts = gain_parts(result)
-    return None if parts is None else difference_error(*parts)
+    if parts is None or parts[0] == parts[1]:
+        return None
+    return difference_error(*parts)
 
 
 def error_range(errors: Iterable[float | None]) -> str:
@@ -329,7 +334,7 @@ def error_range(errors: Iterable[float | None]) -> str:
 
 def show(options: LossOptions, results: Results) -> dict[str, Figure]:
     """Print the losses, the controls and the gains, and draw the losses."""
-    title = title_of(results.values())
+    title = title_of(results)
     print_losses(results, title, options.whole_documents)
     picture = "loss_by_position" if options.per_position else "loss_by_length"
     return {picture: plot(results, title, options.per_position)}

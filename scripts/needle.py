@@ -240,7 +240,8 @@ def draw_run(
     shares = {}
     for i, depth in enumerate(DEPTHS):
         shares[f"{depth:.0%}"] = [part["accuracy_by_depth"][i] for part in parts]
-    title = f"{measurement['variant']}, {title_of([measurement])}"
+    opened = title_of({"": measurement})
+    title = f"{measurement['variant']}, {opened}"
     return heat_map(title, shares, [f"{length:,}" for length in lengths], "needles found (%)")
 
 

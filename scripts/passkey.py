@@ -124,7 +124,7 @@ def show(options: PasskeyOptions, results: Results) -> dict[str, Figure]:
         print_accuracies(name, result, "passkeys")
         shares = accuracies(result)
         curves.append(Curve(name, list(shares), list(shares.values())))
-    title = title_of(results.values())
+    title = title_of(results)
     figure = draw_by_length(results.values(), title, curves, "length", "passkeys found (%)")
     return {"passkey": figure}
 

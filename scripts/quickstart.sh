@@ -16,4 +16,4 @@ for name in softmax lssar_p15; do
 done
 
 python -m scripts.eval_length out/quickstart/softmax out/quickstart/lssar_p15 \
-    --lengths 128,256,512,1024,2048,4096 --tokens 65536 --rope dynamic_ntk
+    --lengths 128,256,512,1024,2048,4096 --tokens 65536

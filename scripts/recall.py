@@ -198,7 +198,7 @@ def show(options: RecallOptions, results: Results) -> dict[str, Figure]:
         if is_shown(result, options):
             by_length.append(Curve(name, lengths, list(accuracies(result).values())))
             by_distance.append(distance_curve(name, result, lengths[-1]))
-    names = [*dict.fromkeys(result["recall"] for result in measurements), title_of(measurements)]
+    names = [*dict.fromkeys(result["recall"] for result in measurements), title_of(results)]
     title = ", ".join(filter(None, names))
     print(f"\n{title}: {PERCENT}")
     print_table(table)

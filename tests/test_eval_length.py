@@ -418,8 +418,9 @@ def test_smoothed_is_a_mean_over_neighbours():
 def test_refusals_before_anything_is_measured(module_run, call, refused):
     run = module_run("softmax.py", "--positions=none")
     bad = module_run("softmax.py")
-    for option in ("--rope=yarn", "--rope_factor=2"):
+    for option in ("--rope=yarn", "--rope_theta=500"):
         refused(call, eval_length, run, option, says="positions = 'none': no RoPE")
+    refused(call, eval_length, bad, "--rope_factor=2", says="--rope_factor 2 needs --rope")
     refused(call, eval_length, run, "--log_base=1", says="--log_base 1.0 must be above 1")
     for base in ("nan", "inf"):
         refused(call, eval_length, run, f"--log_base={base}", says="must be a number below 2**63")

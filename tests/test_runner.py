@@ -26,7 +26,7 @@ from scripts.common.labels import picture_path, run_names
 from scripts.common.options import EvaluationOptions, Options
 from scripts.common.planned import PlannedRun
 from scripts.common.runner import NO_TEXT
-from scripts.common.runs import load_run
+from scripts.common.runs import load_run, rope_scaling
 from tests.helpers import measured_losses, reverse_shards, saved_run, small_config
 from tests.runs import ROOT
 from tests.test_source import forget_sources
@@ -124,13 +124,13 @@ def test_another_variant_re_weights_only_where_it_is_asked_to(options, attention
     ],
 )
 def test_rope_is_scaled_where_a_head_sees_beyond_training(case, rope):
-    assert Options().rope_for(small_config(case)) == rope
+    assert rope_scaling(small_config(case), Options()) == rope
 
 
 def test_rope_is_not_scaled_where_the_window_of_an_evaluation_is_the_training_length():
     config = Config(block_size=16)
-    assert Options(window=16).rope_for(config) == "none"
-    assert Options(window=17).rope_for(config) == "dynamic_ntk"
+    assert rope_scaling(config, Options(window=16)) == "none"
+    assert rope_scaling(config, Options(window=17)) == "dynamic_ntk"
 
 
 # ---- opening a run ----

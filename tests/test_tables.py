@@ -3,6 +3,7 @@
 import pytest
 
 from runtime.files import read_json
+from scripts.common.labels import rope_by_label, title_of
 from scripts.common.tables import best_entries, cell, summarise
 from scripts.reproduce.pictures import control_losses, together
 from scripts.reproduce.report import how_measured
@@ -70,7 +71,26 @@ def test_the_caption_names_commits_with_uncommitted_changes():
         "environment": trained,
         "evaluation": {"environment": measured},
     }
-    assert how_measured([run]) == "Measured on M; torch 2, commit bbbbbbb, aaaaaaa modified."
+    caption = how_measured({"softmax": {"runs": [run]}})
+    assert caption == "Measured on M; torch 2, commit bbbbbbb, aaaaaaa modified."
+
+
+def test_the_caption_names_the_rope_of_rows_whose_names_do_not():
+    rows = {}
+    for name, rope in {
+        "softmax": "dynamic_ntk",
+        "softmax:yarn": "yarn",
+        "hybrid": "none",
+        "ssmax": "dynamic_ntk",
+        "swa": "none",
+        "lssa": "dynamic_ntk",
+    }.items():
+        rows[name] = {"runs": [{"evaluation": {"rope": rope}}]}
+    assert "on , rope dynamic_ntk, but none in `hybrid`, `swa`;" in how_measured(rows)
+    assert rope_by_label({"softmax": "yarn"}) == "rope yarn"
+    results = {name: row["runs"][0]["evaluation"] | {"p": 2.0} for name, row in rows.items()}
+    title = "rope dynamic_ntk, but none in `hybrid`, `swa`, but yarn in `softmax:yarn`, p 2.0"
+    assert title_of(results) == title
 
 
 def test_controls_of_committed_tables_are_at_the_lengths_of_their_columns():

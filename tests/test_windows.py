@@ -12,8 +12,10 @@ from layers.heads import build_attention
 from layers.windows import largest_window, limit_windows
 from model import Block, SelfAttention, Trunk
 from scripts import eval_length
+from scripts.common.options import Options
+from scripts.common.runs import needs_scaling, rope_scaling
 from scripts.common.validation import checked_tokens
-from tests.helpers import ROWS, measured_losses, saved_run, small_model
+from tests.helpers import ROWS, measured_losses, saved_run, small_config, small_model
 
 LENGTH = 64  # four times the training length
 LENGTHS = (f"--lengths=16,{LENGTH}", "--tokens=256")
@@ -133,13 +135,33 @@ def test_the_control_of_smaller_windows_has_them(monkeypatch, shards, call, tmp_
     own_lines(monkeypatch)
     model = small_model("softmax.py --n_layer=1", f"--data_dir={shards}", "--val_tokens=256")
     run = saved_run(tmp_path / "run", model.float())
-    call(eval_length, run, *LENGTHS)
+    call(eval_length, run, *LENGTHS, "--rope=dynamic_ntk")
     _, control = measured_losses(run)
     assert control["window"] == 4
     assert "  sliding window of 4 " in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("pictures")
+@pytest.mark.parametrize(
+    "window_of_layer, rope",
+    [
+        (lambda layer: LENGTH // 4, "none"),
+        (lambda layer: None if layer % 2 else 4, "dynamic_ntk"),
+        (lambda layer: LENGTH // 4 + 1, "dynamic_ntk"),
+    ],
+)
+def test_windows_set_in_code_decide_whether_rope_is_scaled(window_of_layer, rope, monkeypatch):
+    def add_attention(self, config, layer):
+        self.attention = build_attention(config, layer)
+        self.attention.window = window_of_layer(layer)
+
+    monkeypatch.setattr(SelfAttention, "add_attention", add_attention)
+    needs_scaling.cache_clear()
+    config = small_config("swa.py --window=4")
+    assert rope_scaling(config, Options()) == rope
+    needs_scaling.cache_clear()
+
+
 def test_attention_that_ignores_the_window_has_no_control(
     monkeypatch, shards, call, tmp_path, refused
 ):

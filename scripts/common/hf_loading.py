@@ -131,7 +131,7 @@ def scaled_config(config: ModelConfig, options: Options) -> Any:
     Raises UserError where the model has no RoPE, and where transformers has no such scaling or has
     to know its factor.
     """
-    options.rope_for(config)
+    options.check_rope(config)
     settings = copy.deepcopy(load_hf_config(config.source))
     text_settings = settings.get_text_config()
     scaling = options.rope or "none"

@@ -1,7 +1,8 @@
 """Labels of runs in tables and pictures, and the paths of their pictures."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from config import LEARNED
@@ -36,15 +37,31 @@ def run_names(paths: Sequence[str | Path]) -> list[str]:
     return [os.path.relpath(folder, common) for folder in folders]
 
 
-def title_of(measurements: Collection[dict]) -> str:
-    """How the runs were opened, as far as all agree: "rope yarn, window 512"."""
+def title_of(results: Mapping[str, dict]) -> str:
+    """How the runs were opened, as far as all agree: "rope yarn, window 512".
+
+    `results` are measurements by label. Runs with different RoPE scalings are named.
+    """
     words = []
     for key in ("attention", "rope", "rope_factor", "rope_theta", "log_base", "window", "p"):
-        values = {measurement.get(key) for measurement in measurements}
-        value = values.pop()
-        if not values and value is not None:
+        values = {label: result.get(key) for label, result in results.items()}
+        if len(set(values.values())) > 1:
+            words += [rope_by_label(values)] if key == "rope" else []
+            continue
+        value = next(iter(values.values()))
+        if value is not None:
             words.append(f"{key} {value}")
     return ", ".join(words)
+
+
+def rope_by_label(scalings: Mapping[str, str | None]) -> str:
+    """Name the most common RoPE scaling, and who has another: "rope yarn, but none in `swa`"."""
+    labels = defaultdict(list)
+    for label, scaling in scalings.items():
+        labels[scaling].append(f"`{label}`")
+    common, *others = sorted(labels, key=lambda scaling: -len(labels[scaling]))
+    exceptions = [f", but {other} in {', '.join(labels[other])}" for other in others]
+    return f"rope {common}{''.join(exceptions)}"
 
 
 def common_folder(paths: Sequence[str | Path]) -> Path:

@@ -34,10 +34,10 @@ class Options(LoadingOptions):
 
     rope: str | None = option(
         None,
-        f"RoPE scaling: {', '.join(Rope.SCALINGS)} (default: dynamic_ntk, or none where windows "
+        f"RoPE scaling: {', '.join(Rope.SCALINGS)} (default: dynamic_ntk, but none if windows "
         "keep every head with RoPE within the training length; for hf: models, the model's)",
     )
-    rope_factor: float | None = option(None, "factor of the RoPE scaling: see layers.rope.Rope")
+    rope_factor: float | None = option(None, "factor of --rope's scaling: see layers.rope.Rope")
     rope_theta: float | None = option(None, "another base of RoPE (SSMax: 500000)")
     log_base: float | None = option(
         None, "base a: scores times log_a(a + n), n keys in view (SWAN)"
@@ -78,32 +78,17 @@ class Options(LoadingOptions):
             changes["p"] = self.p
         return config.replace(**changes)
 
-    def rope_for(self, config: Config) -> str:
-        """The RoPE scaling of a run with this config: "none" for a run without RoPE.
-
-        Raises UserError where a scaling other than dynamic_ntk, a factor or a base is asked of a
-        run without RoPE, and for an unknown scaling or an invalid factor or base.
-        """
+    def check_rope(self, config: Config) -> None:
+        """Raise UserError if the RoPE of a run with this config cannot be scaled in this way."""
+        if self.rope_factor is not None and self.rope is None:
+            raise UserError(f"--rope_factor {self.rope_factor:g} needs --rope, the scaling")
+        scaling = self.rope or "none"
         theta = {} if self.rope_theta is None else {"theta": self.rope_theta}
-        scaling = self.rope or self.default_rope(config)
         Rope(2, 1, scaling=scaling, factor=self.rope_factor, **theta)
-        if config.positions == "rope":
-            return scaling
-        if self.rope_factor or self.rope_theta or scaling not in ("none", "dynamic_ntk"):
+        if config.positions != "rope" and (scaling != "none" or theta):
             raise UserError(
                 f"--rope: {config.out_dir} has positions = {config.positions!r}: no RoPE"
             )
-        return "none"
-
-    def default_rope(self, config: Config) -> str:
-        """The RoPE scaling where --rope names none.
-
-        It is Dynamic NTK where a head with RoPE sees farther than in training. Where windows hide
-        all that is farther, as in hybrids, a scaling would change what was learned for nothing.
-        """
-        if self.window is not None and self.window <= config.block_size:
-            return "none"
-        return "dynamic_ntk" if config.rope_sees_beyond_training else "none"
 
 
 @dataclass(frozen=True, kw_only=True)

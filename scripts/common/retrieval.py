@@ -56,7 +56,7 @@ def check_prompts(config: Config, lengths: Sequence[int], shortest: int) -> None
 def print_accuracies(name: str, measurement: dict, hidden: str) -> None:
     """Print which share a run found at each length of what was hidden, "needles"."""
     shares = accuracies(measurement)
-    print(f"\n{name}: {hidden} found (%), {title_of([measurement])}")
+    print(f"\n{name}: {hidden} found (%), {title_of({name: measurement})}")
     lengths = [str(length) for length in shares]
     print_table([["length", *lengths], ["found", *[f"{share:.1f}" for share in shares.values()]]])
 

@@ -145,7 +145,7 @@ def check_evaluation(evaluation: Evaluation, options: EvaluationOptions, trained
     """Raise UserError, before a run with this config is trained, if it cannot be measured."""
     config = options.applied(trained)
     check_attention(config)
-    options.rope_for(config)
+    options.check_rope(config)
     identity(evaluation, options, config)  # last, as it may take a download
 
 

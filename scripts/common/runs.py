@@ -19,7 +19,7 @@ from evaluation import check_windows
 from layers.build import build_model
 from layers.formulas import formulas_hash
 from layers.selfcheck import check_kernels
-from layers.windows import largest_window, limit_windows
+from layers.windows import largest_window, limit_windows, rope_sees_beyond
 from model import GPT
 from runtime import checkpoint, run_folder
 from runtime.checkpoint import Checkpoint
@@ -93,7 +93,8 @@ def load_trained(
     config = options.applied(trained)
     model = open_model(config, options.window).to(device).eval()
     check_kernels(model, config, options.torch_dtype)
-    model.scale_rope(options.rope_for(config), options.rope_factor, options.rope_theta)
+    scaling = rope_scaling(config, options)
+    model.scale_rope(scaling, options.rope_factor, options.rope_theta)
     model.scale_scores(options.log_base)
     checkpoint.copy_weights(model, checkpoint.load(weights.path), weights.path)
     if options.window is not None and options.window <= config.block_size:  # as of a control
@@ -129,6 +130,26 @@ def window_of(config: Config, limit: int | None) -> int | None:
     return largest_window(outline(config, limit))
 
 
+def rope_scaling(config: Config, options: Options) -> str:
+    """The RoPE scaling of a run with this config: "none" also for a run without RoPE.
+
+    The default is Dynamic NTK if a head with RoPE sees farther than in training. If windows hide
+    what is farther, as in hybrids, scaling would only change what was learned. Raises UserError as
+    `Options.check_rope`.
+    """
+    options.check_rope(config)
+    if options.rope is not None:
+        return options.rope
+    is_scaled = config.positions == "rope" and needs_scaling(config, options.window)
+    return "dynamic_ntk" if is_scaled else "none"
+
+
+@functools.cache
+def needs_scaling(config: Config, limit: int | None) -> bool:
+    """Whether a head with RoPE of the model of `open_model` sees beyond the training length."""
+    return rope_sees_beyond(outline(config, limit), config.block_size)
+
+
 def run_facts(
     trained: Config,
     weights: Checkpoint,
@@ -150,7 +171,7 @@ def run_facts(
         "checkpoint": options.checkpoint,
         **weights.id,
         "trained_length": config.block_size,
-        "rope": options.rope_for(config),
+        "rope": rope_scaling(config, options),
         "rope_factor": options.rope_factor,
         "rope_theta": options.rope_theta,
         "log_base": options.log_base,

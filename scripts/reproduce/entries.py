@@ -79,9 +79,9 @@ def config_entry(name: str, view: str = "") -> Entry:
     return Entry(name, FILES[name], view=view)
 
 
-def config_entries(*configs: str, view: str = "") -> tuple[Entry, ...]:
-    """Return the entries of several configs, evaluated in this way."""
-    return tuple(config_entry(config, view) for config in configs)
+def config_entries(*configs: str) -> tuple[Entry, ...]:
+    """Return the entries of several configs."""
+    return tuple(config_entry(config) for config in configs)
 
 
 def with_dynamic_ntk(*configs: str) -> tuple[Entry, ...]:

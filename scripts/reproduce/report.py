@@ -24,6 +24,7 @@ from errors import UserError
 from runtime.files import check_writable
 from scripts.common import runner
 from scripts.common.command_line import Parser
+from scripts.common.labels import rope_by_label
 from scripts.common.papers import TOKENIZER, TRAINED_LENGTH
 from scripts.common.planned import check_plan, cost, stop_on_signals, train
 from scripts.common.plots import save_picture
@@ -36,7 +37,7 @@ from scripts.reproduce.measure import Experiment, Pictures, Work, at
 from scripts.reproduce.plan import print_entries, print_price
 
 # Facts of an evaluation that the caption mentions, if they are known.
-MENTIONED = ("rope", "rope_theta", "tokens", "trials", "lm_eval")
+MENTIONED = ("rope_theta", "tokens", "trials", "lm_eval")
 
 
 def work_parser(name: str, doc: str, epilog: str) -> Parser:
@@ -248,7 +249,7 @@ def caption(table: dict, work: Work) -> list[str]:
         sentences.append(trained(table, work, seeds))
     else:
         sentences.append(f"{table['unit']}.")
-    sentences.append(how_measured(runs))
+    sentences.append(how_measured(table["rows"]))
     if len(seeds) > 1 and "curves" in runs[0]["evaluation"]:
         sentences.append(f"The picture is of seed {seeds[0]}.")
     if work.experiment.note:
@@ -308,8 +309,9 @@ def mean_over(seeds: list[int], rows: Collection[dict]) -> str:
     return f"mean over seeds {names}"
 
 
-def how_measured(runs: list[dict]) -> str:
+def how_measured(rows: dict[str, dict]) -> str:
     """Name the machine, the options and the versions."""
+    runs = [run for row in rows.values() for run in row["runs"]]
     evaluations = [run["evaluation"] for run in runs]
     environments = []
     for item in (*runs, *evaluations):
@@ -318,6 +320,7 @@ def how_measured(runs: list[dict]) -> str:
     machines = distinct_values(environments, "machine")
     dtypes = distinct_values(evaluations, "dtype")
     facts = [f"in {dtypes} on {machines}" if dtypes else f"on {machines}"]
+    facts += rope_of(rows)
     for key in MENTIONED:
         values = distinct_values(evaluations, key)
         if values:
@@ -338,6 +341,16 @@ def how_measured(runs: list[dict]) -> str:
         f"Measured {', '.join(facts)}; torch {distinct_values(environments, 'torch')}, commit "
         f"{', '.join(dict.fromkeys(commits))}."
     )
+
+
+def rope_of(rows: dict[str, dict]) -> list[str]:
+    """Name the RoPE scaling of the rows whose names do not; [] if there are none."""
+    scalings = {}
+    for name, row in rows.items():
+        evaluation = row["runs"][0]["evaluation"]
+        if ":" not in name and "rope" in evaluation:
+            scalings[name] = evaluation["rope"]
+    return [rope_by_label(scalings)] if scalings else []
 
 
 def distinct_values(items: list[dict], key: str) -> str:

@@ -71,9 +71,6 @@ from scripts.reproduce.pictures import in_panels, lines
 
 # ---- the entries of larger tables ----
 
-DEFAULT_ROPE_NOTE = (
-    "RoPE is scaled by Dynamic NTK, but plain in `swa` and in hybrids, and in `:plain_rope`."
-)
 TABLE1 = LSSAR["table1"]
 # What users pick instead of LSSAR: a panel of the league's picture for each kind.
 LEAGUE = {
@@ -206,7 +203,7 @@ TEXT_AND_RECALL = (
     config_entry("softmax", view="plain_rope"),
     *config_entries("hybrid", "hybrid_ssmax", "hybrid_ssmax_quarter", "hybrid_lssar_p5"),
 )
-TEXT_AND_RECALL_NOTE = f"Half of the steps are of text, half of recall. {DEFAULT_ROPE_NOTE}"
+TEXT_AND_RECALL_NOTE = "Half of the steps are of text, half of recall."
 COPIES = (
     *TEXT_AND_RECALL,
     config_entry("ssmax"),
@@ -397,9 +394,7 @@ EXPERIMENTS = {
         title="QK norm, and the share of a head's pairs that RoPE turns",
         entries=all_entries(NORM_AND_PAIRS),
         draw=in_panels(pictures.by_kind(NORM_AND_PAIRS)),
-        note=(
-            "RoPE turns all pairs of a head, or the faster half. `:plain_rope` has no dynamic NTK."
-        ),
+        note="RoPE rotates all frequency pairs of a head, or the half with higher frequencies.",
     ),
     "documents": loss_joined_and_apart(
         title="Attention within documents, and windows that begin at a document",
@@ -409,7 +404,7 @@ EXPERIMENTS = {
         note=(
             "`apart`: trained with document_mask, `joined`: without; `aligned`: with "
             "align_documents. Each run is measured across documents and, in the last columns, "
-            f"within documents. {DEFAULT_ROPE_NOTE}"
+            "within documents."
         ),
     ),
     "league": loss_and_gain(
@@ -417,7 +412,6 @@ EXPERIMENTS = {
         entries=all_entries(LEAGUE),
         draw=in_panels(pictures.by_kind(LEAGUE)),
         paper=TABLE1,
-        note=DEFAULT_ROPE_NOTE,
     ),
     "headroom": HEADROOM,
     "league_passkey": passkeys(
@@ -456,7 +450,7 @@ EXPERIMENTS = {
         draw=pictures.recall_pictures(RECALL_ENTRIES),
         note=(
             "`_nope` has no positions, `hybrid_` none in half of the heads; the others are softmax "
-            f"with RoPE over a quarter of 1x. {DEFAULT_ROPE_NOTE}"
+            "with RoPE over a quarter of 1x."
         ),
     ),
     "text_and_recall": loss_and_gain(
@@ -500,7 +494,7 @@ EXPERIMENTS = {
         values=copying_columns,
         draw=pictures.together,
         remarks=shares_kept_by_seed,
-        note=f"–: hurt, or undecided (docs/evaluations.md, Copies). {DEFAULT_ROPE_NOTE}",
+        note="–: hurt, or undecided (docs/evaluations.md, Copies).",
     ),
     "loss_and_copying": loss_and_gain(
         title="Loss by length of models trained with repeats",
