@@ -138,7 +138,7 @@ class Rows:
     # set only for a variant that names them in `learnable`
     s: Tensor = field(init=False)  # [H, 1, 1]
     b: Tensor = field(init=False)  # [H, 1, 1]
-    p_n: Tensor = field(init=False)  # [Lq, 1]
+    p_n: Tensor = field(init=False)  # like n
     # set only for a variant that names them in `from_input`
     u: Tensor = field(init=False)  # [B, H, Lq, 1]
     w: Tensor = field(init=False)  # [B, H, Lq, 1]

@@ -20,7 +20,7 @@ def check_variant(variant: Variant) -> None:
     """
     name = name_of(variant)
     # transformers builds models on the meta device, and evaluations without gradients
-    with torch.device("cpu"), torch.enable_grad():
+    with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
         check_phi(name, variant.phi)
         check_causality(name, variant)
 

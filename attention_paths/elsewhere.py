@@ -30,8 +30,6 @@ def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> An
     variant = VARIANTS[name]
     if variant.from_input:
         raise UserError(f"attention = {name!r} reads the layer's input")
-    if p and not variant.takes_p:
-        raise UserError(f"attention = {name!r} cannot have p = {p}")
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "is_causal")]
     if not layers or not all(layer.is_causal for layer in layers):
         raise UserError(f"{type(model).__name__}: all of its attention must be causal")
@@ -92,7 +90,8 @@ def attend(
     attention.softcap = softcap
     document_positions = None
     if mask is not None:
-        mask = mask[:, 0].bool()
+        mask = mask[:, 0]
+        mask = mask == 0 if mask.is_floating_point() else mask.bool()  # added to scores, or chosen
         length = count_keys(mask)
         k = k[:, :, :length]
         v = v[:, :, :length]

@@ -21,8 +21,8 @@ def variant_obstacle(variant: Variant, head_size: int) -> str | None:
         return "its weights are functions of whole rows"
     if variant.norm is not None and (variant.learnable or variant.from_input):
         return "its norm may be learned"
-    without_rows = variant.phi.kernel == "softpick" and variant.row_weights is None
-    if variant.phi.kernel is None or without_rows:
+    is_softpick = variant.row_weights is softpick
+    if variant.phi.kernel is None or is_softpick != (variant.phi.kernel == "softpick"):
         return "its phi has no kernel in attention_paths.kernels.phi.PHIS"
     if variant.reweight is not relu_power:
         return "its re-weighting is not the paper's"
@@ -56,6 +56,8 @@ def obstacle(layer: ReferenceAttention, q: Tensor) -> str | None:
             return reason
     if q.dtype in (torch.float16, torch.float64):
         return f"it computes in bfloat16 and float32, not in {q.dtype}"
+    if q.shape[1] * q.shape[2] * q.shape[3] >= 2**31:  # offsets within a sequence have 32 bits
+        return "a sequence of its output has 2^31 numbers or more"
     return None
 
 
@@ -123,9 +125,8 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         phi=variant.phi.kernel,
         p=float(layer.p or 0),
         scale=scale,
-        # softpick, the variant with row_weights that has a kernel, is rectified and always shifted
-        shifted=variant.row_weights is not None or shift_of(variant, rows) is not None,
-        signed=variant.phi.signed and variant.row_weights is None,
+        shifted=entry.rectified or shift_of(variant, rows) is not None,
+        signed=variant.phi.signed and not entry.rectified,
         window=window,
         softcap=layer.softcap,
         unit=variant.l2_normalise and decodes,

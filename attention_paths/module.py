@@ -14,14 +14,15 @@ from attention_paths.fused import fused, obstacle, variant_obstacle
 from attention_paths.reference import ALL, NO_CONTEXT, Context, ReferenceAttention
 from attention_paths.sdpa import sdpa
 from attention_paths.varlen import varlen, varlen_obstacle
-from errors import UserError
+from errors import UserError, check_choice
 
 
 class Attention(ReferenceAttention):
     """ReferenceAttention, computed by the path that `impl` names; 'auto' picks the fastest.
 
     For a single query k and v may be Factors. Raises UserError for a variant that `check_variant`
-    refuses, for a missing p, and for a path that cannot compute the variant.
+    refuses, for a p or sink that the variant lacks or cannot have, and for a path that cannot
+    compute the variant.
     """
 
     log_base: float | None = None  # set for evaluation: GPT.scale_scores
@@ -40,6 +41,11 @@ class Attention(ReferenceAttention):
         name = name_of(variant)
         if variant.needs_p and self.p is None:
             raise UserError(f"attention = {name!r} needs p, the power of its re-weighting: 3 or 15")
+        if self.p is not None and not variant.takes_p:
+            raise UserError(f"attention = {name!r} cannot have p = {self.p}")
+        check_choice("sink", settings.get("sink", "none"), ("none", "one", "learned"))
+        if self.has_sink and not variant.takes_sink:
+            raise UserError(f"attention = {name!r} cannot have a sink")
         if self.p is not None and self.p < 1:  # masked keys, whose weight is 0, would have 0^0 = 1
             raise UserError(f"p = {self.p} must be at least 1")
         if impl == "triton" and (reason := variant_obstacle(variant, self.head_size)):
@@ -77,7 +83,7 @@ class Attention(ReferenceAttention):
         """Return ReferenceAttention.rows; log_base = a multiplies their scores by log_a(a + n)."""
         rows = super().rows(q, Lk, context, heads)
         if self.log_base is not None:
-            growth = (rows.n + self.log_base).log() / math.log(self.log_base)  # [Lq, 1]
+            growth = (rows.n + self.log_base).log() / math.log(self.log_base)  # like n
             rows.score_scale = rows.score_scale * growth
         return rows
 

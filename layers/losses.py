@@ -53,7 +53,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         Targets are [n] or, with k targets per token, [n, k]. The logits from n_vocab on are
         padding. `softmax` is softmax_ or the same function compiled.
         """
-        losses = torch.empty_like(targets, dtype=full_precision(x))
+        losses = torch.empty(targets.shape, dtype=full_precision(x), device=x.device)
         x_gradients = []
         weight_gradient = torch.empty_like(weight)
         for i, chunk in enumerate(chunks(x, weight, targets, losses)):
@@ -97,7 +97,7 @@ def token_losses(
 
     The arguments are as in LinearCrossEntropy.forward.
     """
-    losses = torch.empty_like(targets, dtype=torch.float32)
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
     for chunk in chunks(x, weight, targets, losses):
         for logits, part_targets, part_losses in chunk.parts():
             logits = logits[:, :n_vocab].to(full_precision(logits))

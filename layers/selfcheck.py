@@ -59,38 +59,60 @@ def check_kernels(
         document_positions=q[0, 0] if within_documents else None,
     )
     queries = q.expand(1, 1, MANY_KEYS, 1)  # takes no memory
-    by_path: dict[str, list[Attention]] = defaultdict(list)
+    by_path = layers_by_path(model, queries, context)
+    layers = by_path["triton"] + by_path["varlen"]
+    error, problem = check_layers(by_path, config, q, within_documents)
+    facts: dict[str, Any] = {"formulas": formulas_hash(config)}
+    accuracy = ""
+    # called on every rank: the ranks' GPUs, and so their paths, may differ
+    if all_reduce_max(problem != ""):
+        problem = f"the kernels fail: {problem or 'on another rank'}"
+        if config.attention_impl == "triton":
+            raise UserError(f"attention_impl = 'triton': {problem}; 'auto' takes another path")
+        print(f"{problem}; attention_impl = 'blocked' takes their place", file=sys.stderr)
+        for layer in layers:
+            layer.impl = "blocked"
+        by_path = layers_by_path(model, queries, context)
+        facts["problem"] = problem
+    elif layers:
+        facts["largest_error"] = error
+        accuracy = f", its kernels within {error:.1e} of the reference"
+    facts["attention_path"] = " and ".join(sorted(path for path in by_path if by_path[path]))
+    if say is not None:
+        why_slower = reasons(by_path, queries, context)
+        say(f"attention path: {facts['attention_path']}{why_slower}{accuracy}")
+    return facts
+
+
+def layers_by_path(
+    model: nn.Module, queries: Tensor, context: Context
+) -> defaultdict[str, list[Attention]]:
+    """Return the layers that take each path."""
+    by_path = defaultdict(list)
     for module in model.modules():
         if isinstance(module, Attention):
             by_path[module.path(queries, MANY_KEYS, context)].append(module)
-    paths = " and ".join(sorted(by_path))
-    facts: dict[str, Any] = {"attention_path": paths}
-    line = f"attention path: {paths}{reasons(by_path, queries, context)}"
-    layers = by_path["triton"] + by_path["varlen"]
-    if layers:
-        kinds = {(layer.variant, layer.window, layer.alibi_heads): layer for layer in layers}
-        largest_error = 0.0
-        problem = ""
-        for layer in kinds.values():
-            by_varlen = layer in by_path["varlen"]
-            error, layer_problem = check_layer(layer, config, q, within_documents, by_varlen)
-            largest_error = max(largest_error, error)
-            problem = problem or layer_problem
-        if all_reduce_max(problem != ""):
-            problem = f"the kernels fail: {problem or 'on another rank'}"
-            if config.attention_impl == "triton":
-                raise UserError(f"attention_impl = 'triton': {problem}; 'auto' takes another path")
-            print(f"{problem}; attention_impl = 'blocked' takes their place", file=sys.stderr)
-            for layer in layers:
-                layer.impl = "blocked"
-            facts = {"attention_path": "blocked", "problem": problem}
-            line = "attention path: blocked"
-        else:
-            facts["largest_error"] = largest_error
-            line += f", its kernels within {largest_error:.1e} of the reference"
-    if say is not None:
-        say(line)
-    return facts | {"formulas": formulas_hash(config)}
+    return by_path
+
+
+def check_layers(
+    by_path: defaultdict[str, list[Attention]],
+    config: Config,
+    q: Tensor,
+    within_documents: bool,
+) -> tuple[float, str]:
+    """Check a layer of each kind; return the largest error, and the first problem, "" if none."""
+    kinds = {}
+    for path in ("triton", "varlen"):
+        for layer in by_path[path]:
+            kinds[path, layer.variant, layer.window, layer.alibi_heads] = layer
+    errors = [0.0]
+    problems = [""]
+    for (path, *_), layer in kinds.items():
+        error, problem = check_layer(layer, config, q, within_documents, path == "varlen")
+        errors.append(error)
+        problems.append(problem)
+    return max(errors), next(filter(None, problems), "")
 
 
 def reasons(by_path: dict[str, list[Attention]], queries: Tensor, context: Context) -> str:

@@ -18,6 +18,7 @@ import attention
 from attention import VARIANTS, Phi, Variant
 from attention_paths import blocked, power, sdpa
 from attention_paths.check import check_variant
+from attention_paths.module import Attention
 from attention_paths.reference import NO_CONTEXT, Context, ReferenceAttention
 from errors import UserError
 from layers.heads import build_attention
@@ -609,6 +610,26 @@ GRADIENTS_AT_MASKED_KEYS = {
 @pytest.mark.parametrize("variant", GRADIENTS_AT_MASKED_KEYS.values(), ids=GRADIENTS_AT_MASKED_KEYS)
 def test_formulas_whose_gradient_at_masked_keys_is_nan_are_accepted(variant):
     check_variant(variant)
+
+
+def test_a_layer_can_be_built_in_inference_mode():
+    check_variant.cache_clear()
+    with torch.inference_mode():
+        Attention(VARIANTS["ssmax"], 2, 16)
+
+
+@pytest.mark.parametrize(
+    "name, settings, says",
+    [
+        ("sparsemax", {"p": 15.0}, "attention = 'sparsemax' cannot have p = 15.0"),
+        ("sigmoid", {"p": 3.0}, "attention = 'sigmoid' cannot have p = 3.0"),
+        ("sparsemax", {"sink": "one"}, "attention = 'sparsemax' cannot have a sink"),
+        ("softmax", {"sink": "learnt"}, "sink = 'learnt'; did you mean learned"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(name, settings, says):
+    with pytest.raises(UserError, match=says):
+        Attention(VARIANTS[name], 2, 16, **settings)
 
 
 REFUSED = [

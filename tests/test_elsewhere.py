@@ -163,6 +163,23 @@ def test_padding_and_packed_documents_change_nothing(build, name, p):
             assert torch.equal(text[24 - length :], alone)
 
 
+@torch.no_grad()
+def test_a_mask_that_is_added_to_scores(build):
+    """Two packed documents of 10 tokens, by a mask [B, 1, L, L] of both kinds."""
+    plain = build().double()
+    if plain.config.model_type == "gemma2":
+        pytest.skip("this mask lacks its windows")
+    document = torch.arange(20) // 10
+    visible = (document[:, None] == document) & torch.ones(20, 20, dtype=torch.bool).tril()
+    lowest = torch.finfo(torch.float64).min
+    added = torch.zeros(20, 20, dtype=torch.float64).masked_fill(~visible, lowest)
+    expected = plain(x, attention_mask=visible.expand(len(x), 1, 20, 20)).logits
+    model = attach(plain, "softmax")
+    for mask in (visible, added):
+        logits = model(x, attention_mask=mask.expand(len(x), 1, 20, 20)).logits
+        torch.testing.assert_close(logits, expected)
+
+
 def test_padding_is_one_document():
     """varlen_attn has room for few documents."""
     rows = [

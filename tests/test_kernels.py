@@ -532,6 +532,8 @@ def test_what_the_kernels_cannot_compute_is_refused(monkeypatch):
     without_kernel = Variant(Phi(torch.relu, kernel=None))
     assert "no kernel" in variant_obstacle(without_kernel, 16)
     assert "no kernel" in variant_obstacle(Variant(attention.EXPM1), 16)
+    shifted = Variant(attention.EXP, row_weights=attention.softpick)
+    assert "no kernel" in variant_obstacle(shifted, 16)
     own_rows = Variant(attention.EXPM1, row_weights=lambda z, rows: z.relu())
     assert "whole rows" in variant_obstacle(own_rows, 16)
     norm = Variant(attention.SIGMOID, norm=lambda rows: rows.n * rows.s, learnable=("s",))
@@ -567,6 +569,13 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch):
     assert "8.0 or newer, and this is 7.5" in obstacle(layer, q)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "AMD" in obstacle(layer, q)
+
+
+def test_outputs_beyond_offsets_of_32_bits_take_another_path(monkeypatch):
+    layer = build("lssar_p15.py", 16)
+    q = torch.empty(1, 2, 2**26, 16, dtype=BFLOAT16, device="meta")
+    assert "2^31 numbers" in obstacle(layer, q)
+    assert obstacle(layer, q[:, :, 1:]) is None
 
 
 # ---- without a GPU: block shapes and machine code ----

@@ -128,6 +128,14 @@ def test_ranks_take_the_same_path(automatic, monkeypatch):
     assert facts["attention_path"] == "blocked" and "another rank" in facts["problem"]
 
 
+def test_a_rank_without_kernels_waits_for_the_others(monkeypatch):
+    values = []
+    monkeypatch.setattr(selfcheck, "all_reduce_max", lambda failed: values.append(failed) or 0)
+    _, facts = check("softmax.py")
+    assert values == [False]
+    assert facts["attention_path"] == "sdpa" and "largest_error" not in facts
+
+
 def test_a_run_records_its_path(automatic, monkeypatch, train):
     entry = launch.PHIS["softplus"]._replace(function=raises)
     monkeypatch.setitem(launch.PHIS, "softplus", entry)

@@ -102,7 +102,7 @@ def program(H):
 
 @triton.jit
 def matrix_of(x, b, h):
-    """One head of a Strided. A batch may have over 2^31 elements, so offsets have 64 bits."""
+    """One head of a Strided. Its offset has 64 bits: a batch may have over 2^31 elements."""
     pointer = x.data + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[1]
     return Matrix(pointer, x.strides[2])
 
