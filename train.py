@@ -40,7 +40,7 @@ from layers.heads import check_attention
 from layers.selfcheck import check_kernels
 from model import GPT, compile_model
 from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate, step_unless
-from runtime import checkpoint, run_folder
+from runtime import checkpoint
 from runtime.checkpoint import State, Training
 from runtime.device import (
     Event,
@@ -440,7 +440,7 @@ class Monitor:
         self.saver.wait()  # the newest checkpoint may still be on its way to the disk
         if rank() == 0:  # every rank gets here, and ends
             if updated or step > 1:
-                advice = how_to_continue(self.config, step)
+                advice = how_to_continue(self.config, step, self.saver.newest_step)
             else:
                 advice = (
                     "No update has been applied yet, so a lower learning rate cannot help: check "
@@ -450,9 +450,11 @@ class Monitor:
         sys.exit(1)
 
 
-def how_to_continue(config: Config, step: int) -> str:
-    """Name the settings that continue a run which has diverged in this step."""
-    saved = run_folder.step(config.out_dir) or 0
+def how_to_continue(config: Config, step: int, saved: int) -> str:
+    """Name the settings that continue a run which has diverged in this step.
+
+    `saved` is the step of its newest intact checkpoint.
+    """
     next_batch = config.first_batch + step - saved
     return (
         f"The checkpoint of step {saved} is good: to continue at half the rate, repeat the command "

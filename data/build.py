@@ -165,7 +165,8 @@ def resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
     has_new_content = meta.get("content") != wanted.get("content")
     if has_new_content or meta["documents"] != wanted["documents"]:
         raise UserError(
-            f"{out_dir}: made from other documents, or from these before they were edited; {remedy}"
+            f"{out_dir}: made from other documents, from these before they were edited, or by an "
+            f"earlier version; {remedy}"
         )
     whole = list(takewhile(lambda shard: shards.is_whole(out_dir, shard), meta["shards"]))
     complete = meta["complete"] and whole == meta["shards"]

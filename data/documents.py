@@ -84,8 +84,8 @@ class Rules:
             print(f"documents end at {self.split_at!r}: {self.counts['split']:,} times")
         if self.counts["marks"]:
             print(
-                f"warning: the text has {self.mark} {self.counts['marks']:,} times, as ordinary "
-                f"tokens; with --split_at '{self.mark}' documents end there"
+                f"warning: the text has {self.mark} {self.counts['marks']:,} times; with "
+                f"--split_at '{self.mark}' documents end there"
             )
 
 

@@ -36,8 +36,9 @@ SAFE_SPLIT = re.compile(r"(?<=\S)(?=[ \r\n])")
 class Tokenizer:
     """Text to ids and back.
 
-    Encoding adds no tokens, and a special token's name within a text is ordinary text. Characters
-    that UTF-8 cannot encode, lone surrogates, become U+FFFD.
+    Encoding adds no tokens, and a special token's name within a text is ordinary text, unless a
+    tokenizer.json has it among its model's pieces too, as Unigram may. Characters that UTF-8 cannot
+    encode, lone surrogates, become U+FFFD.
     """
 
     n_vocab: int
@@ -70,7 +71,13 @@ def open_gpt2() -> Tokenizer:
         mergeable_ranks=read_ranks(MERGES_FILE),
         special_tokens={END_OF_TEXT: 50256},
     )
-    encode = partial(encoding.encode_to_numpy, disallowed_special=())
+
+    def encode(text: str) -> NDArray[np.integer]:
+        try:
+            return encoding.encode_to_numpy(text, disallowed_special=())
+        except ValueError as error:  # over a million spaces exceed the stack of its expressions
+            raise UserError(f"tiktoken cannot encode {text[:30]!r}..: {error}") from error
+
     return Tokenizer(50257, 50256, END_OF_TEXT, encode, encoding.decode)
 
 

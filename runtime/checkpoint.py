@@ -24,6 +24,7 @@ import shlex
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -245,10 +246,17 @@ class Saver:
     def __init__(self, run: Path, config: Config, resumed_at: int | None):
         self.run = run
         self.config = config
+        if resumed_at is not None and rank() == 0:
+            keep_later_best(run, resumed_at)
         last_intact = resumed_at or 0
         self.intact = [path for path in checkpoints(run) if step_of(path) <= last_intact]
         self.thread = ThreadPoolExecutor(1)
         self.pending = self.thread.submit(lambda: None)
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest intact checkpoint."""
+        return step_of(self.intact[0])
 
     def save(self, kind: str, state: State) -> None:
         """Copy the state to host memory, then write it in the background, as a "step" or "best".
@@ -283,6 +291,15 @@ class Saver:
         for old in checkpoints(self.run):
             if old not in keep:
                 old.unlink()
+
+
+def keep_later_best(run: Path, resumed_at: int) -> None:
+    """Rename a best.pt that is later than the step of a resumed run, which may get a worse one."""
+    best = run / "best.pt"
+    with suppress(UserError):  # it is damaged
+        if best.is_file() and (step := load(best).step) > resumed_at:
+            kept = best.rename(run / f"best_{step:06d}.pt")
+            print(f"best.pt is of step {step}, after the checkpoint: it is {kept.name} now")
 
 
 # ---- what is there ----
@@ -394,8 +411,8 @@ def load_to_resume(run: Path, config: Config) -> State:
         if key not in FREE_ON_RESUME and key not in RECORDED_ON_RESUME and now.get(key) != saved:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
-                f"{now.get(key)!r}; a new run from its weights: train.py {run}/config.json "
-                f"--{key}={now.get(key)} --init_from={run} --out_dir=NEW"
+                f"{now.get(key)!r}; a new run from its weights, if they fit: train.py "
+                f"{run}/config.json --{key}={now.get(key)} --init_from={run} --out_dir=NEW"
             )
     if config.max_iters < state.step:
         raise UserError(f"{run} has {state.step} steps: max_iters = {config.max_iters} is fewer")

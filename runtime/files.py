@@ -3,6 +3,7 @@
 Every command imports this module, so that Windows, which has no fcntl, is rejected here.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,8 @@ if sys.platform == "win32":
 import fcntl
 
 LOCK = ".lock"
+# What flock reports on a file system without locks, such as NFS without lockd.
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -150,44 +153,69 @@ def sha256_of(path: str | Path) -> str:
 
 
 @contextmanager
+def locked(path: Path, doing: str, timeout: float = -1) -> Iterator[None]:
+    """Hold a lock file's lock while the block runs; the system releases it however a process ends.
+
+    A file system without locks gets a warning. Raises UserError if the file cannot be written, and
+    if another process holds the lock for `timeout` seconds (-1: waits for it).
+    """
+    lock = FileLock(path, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=timeout)
+    except Timeout:
+        raise UserError(f"{path.parent}: another process is {doing}") from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise cannot_write(path.parent, error) from error
+        print(
+            f"warning: {path.parent}: its file system has no locks ({error.strerror}), so that "
+            f"another process may be {doing} too",
+            file=sys.stderr,
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def cannot_write(folder: Path, error: OSError) -> UserError:
+    return UserError(f"{folder}: no file can be written there: {error.strerror}")
+
+
+@contextmanager
 def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     """Create a folder and hold its lock, the file `.lock`, while the block runs.
 
-    The system releases the lock when the process ends, however it ends. Temporary files of killed
-    processes are deleted. A folder that the block leaves empty is removed again, with its parents,
-    if they were created here. Raises UserError if the folder cannot be written to, or if another
-    process holds its lock; the message says that it "is `doing`".
+    Temporary files of killed processes are deleted. A folder that the block leaves empty is removed
+    again, with its parents, if they were created here. Raises UserError if the folder cannot be
+    written to, or if another process holds its lock; the message says that it "is `doing`".
     """
     created = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
-    lock = FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=1)  # is_locked holds it for a moment
-    except Timeout:
-        raise UserError(f"{folder}: another process is {doing}") from None
     except OSError as error:
-        raise UserError(f"{folder}: no file can be written there: {error.strerror}") from error
-    try:
-        for temporary in folder.glob(".*.tmp"):
-            delete_abandoned(temporary)
-        yield
-    finally:
-        if created and [file.name for file in folder.iterdir()] == [LOCK]:
-            shutil.rmtree(folder)
-            for parent in created[1:]:
-                with suppress(OSError):  # another process has put a folder there
-                    parent.rmdir()
-        lock.release()
+        raise cannot_write(folder, error) from error
+    with locked(folder / LOCK, doing, timeout=1):  # is_locked holds it for a moment
+        try:
+            for temporary in folder.glob(".*.tmp"):
+                delete_abandoned(temporary)
+            yield
+        finally:
+            if created and [file.name for file in folder.iterdir()] == [LOCK]:
+                shutil.rmtree(folder)
+                for parent in created[1:]:
+                    with suppress(OSError):  # another process has put a folder there
+                        parent.rmdir()
 
 
 def is_locked(folder: Path) -> bool:
     """Whether a process holds the lock of a folder."""
     try:
         if folder.exists():  # taking the lock would create it
-            with FileLock(folder / LOCK).acquire(timeout=0):
+            with FileLock(folder / LOCK, fallback_to_soft=False).acquire(timeout=0):
                 pass
         return False
     except Timeout:
         return True
-    except OSError:  # no file can be written there
+    except OSError:  # no file can be written there, or the file system has no locks
         return False

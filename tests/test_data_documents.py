@@ -57,7 +57,7 @@ def test_marks_that_stay_text_are_counted(capsys):
     rules = Rules("text")
     assert texts_of(rules.documents([("row 0", text), ("row 1", "three")])) == [text, "three"]
     rules.report()
-    says = "the text has <|endoftext|> 2 times, as ordinary tokens; with --split_at"
+    says = "the text has <|endoftext|> 2 times; with --split_at"
     assert says in capsys.readouterr().out
     rules = Rules("text", split_at="<|endoftext|>")
     assert texts_of(rules.cut([text])) == ["one", "two"]

@@ -52,7 +52,7 @@ def test_ids_are_copied(files, tmp_path, monkeypatch, capsys, refused):
     assert "already done" not in capsys.readouterr().out
     assert run(out, *arguments) == whole
     assert "already done" in capsys.readouterr().out
-    several = (folder / "a.npy", folder / "b.npy", folder / "train.bin", "--val", folder / "a.npy")
+    several = (folder / "a.npy", folder / "b.npy", folder / "train.bin", *arguments[1:])
     run(tmp_path / "several", *several)
     expected = np.concatenate([arrays[name] for name in ("a.npy", "b.npy", "train.bin")])
     assert np.array_equal(tokens(tmp_path / "several", "train"), expected)
@@ -67,6 +67,8 @@ def test_ids_are_copied(files, tmp_path, monkeypatch, capsys, refused):
 def test_what_is_not_ids_is_refused(files, tmp_path, refused):
     folder, arrays = files
     val = ("--val", folder / "val.bin")
+    twice = (folder / "val.bin", *val)
+    refused(run, tmp_path / "out", *twice, says="val.bin is for training and for validation too")
     out = tmp_path / "out"
     (folder / "odd.bin").write_bytes(b"odd")
     (folder / "empty.npy").write_bytes(b"")

@@ -69,6 +69,11 @@ def test_both_tokenizers(name, n_vocab, eot):
     assert tok.decode(tok.encode("a\ud83d\ude00b\ud800c")) == "a😀b\ufffdc"
 
 
+def test_more_spaces_than_tiktoken_can_encode_are_a_sentence():
+    with pytest.raises(UserError, match="tiktoken cannot encode 'a  .*stack"):
+        get_tokenizer("gpt2").encode("a" + " " * 1_100_000)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
 def test_split_text_keeps_the_ids(name):
     tok = get_tokenizer(name)

@@ -21,6 +21,20 @@ def test_a_run_is_trained_by_one_process_at_a_time(train, refused):
     train("run", "--resume")
 
 
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_used_with_a_warning(number, tmp_path, monkeypatch, capsys):
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    for _ in range(2):
+        with files.lock_folder(tmp_path / "run", "training this run"):
+            files.write_json(tmp_path / "run/config.json", 1)
+            assert not files.is_locked(tmp_path / "run")
+        assert "its file system has no locks" in capsys.readouterr().err
+    assert files.read_json(tmp_path / "run/config.json") == 1
+
+
 def test_a_folder_locked_for_nothing_is_gone_again(tmp_path):
     folder = tmp_path / "sweep/runs/run"
     with pytest.raises(ZeroDivisionError), files.lock_folder(folder, "training this run"):

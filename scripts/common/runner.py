@@ -65,7 +65,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from filelock import FileLock
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -75,7 +74,7 @@ from layers.heads import check_attention
 from runtime import checkpoint
 from runtime.checkpoint import Checkpoint
 from runtime.device import environment, pick_device
-from runtime.files import check_writable, is_writable, read_json, write_json
+from runtime.files import check_writable, is_writable, locked, read_json, write_json
 from runtime.hf_config import PRETRAINED
 from runtime.source import definition_of, source_hash
 from scripts.common.command_line import parse, require
@@ -315,7 +314,7 @@ def store(file: Path, facts: dict, name: str, values: dict, code: str, made: dic
     An interrupted command continues from there. Other processes may add to the same file.
     """
     # a lock of its own: a run may be evaluated while it trains
-    with FileLock(file.parent / ".results.lock"):
+    with locked(file.parent / ".results.lock", "storing results"):
         measurements = read_measurements(file)
         measurement = find_measurement(measurements, facts)
         others = [other for other in measurements if other is not measurement]
