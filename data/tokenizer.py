@@ -76,7 +76,7 @@ def open_gpt2() -> Tokenizer:
         try:
             return encoding.encode_to_numpy(text, disallowed_special=())
         except ValueError as error:  # over a million spaces exceed the stack of its expressions
-            raise UserError(f"tiktoken cannot encode {text[:30]!r}..: {error}") from error
+            raise UserError(f"tiktoken cannot encode {text.strip()[:30]!r}: {error}") from error
 
     return Tokenizer(50257, 50256, END_OF_TEXT, encode, encoding.decode)
 

@@ -70,8 +70,8 @@ def test_both_tokenizers(name, n_vocab, eot):
 
 
 def test_more_spaces_than_tiktoken_can_encode_are_a_sentence():
-    with pytest.raises(UserError, match="tiktoken cannot encode 'a  .*stack"):
-        get_tokenizer("gpt2").encode("a" + " " * 1_100_000)
+    with pytest.raises(UserError, match="tiktoken cannot encode 'ab'.*stack"):
+        get_tokenizer("gpt2").encode(" " * 1_100_000 + "ab")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
