@@ -32,8 +32,8 @@ Nakanishi 2025); an entry from another paper names it.
 To add a variant, add an entry to `VARIANTS`, and a `Phi` if its function is new. The package
 attention_paths computes the same weights fast. What does not fit an entry (scores mixed across
 heads, the two maps of differential attention) is a module that layers.heads.build_attention
-returns instead of attention_paths.module.Attention. If it has a `window`, or contains an Attention,
-evaluations (--window, the control) lower it.
+returns instead of attention_paths.module.Attention. --window and the sliding-window control of the
+evaluations lower the `window` of this module, or of any Attention inside it.
 """
 
 import math
@@ -62,12 +62,12 @@ class Phi:
     """The function phi that turns a score into a weight, before normalisation."""
 
     function: Callable[[Tensor], Tensor]
-    # The score of masked keys. phi must be 0 there, which attention_paths.check makes sure of.
+    # The score of masked keys. phi must be 0 there; attention_paths.check verifies it.
     zero: float = -math.inf
     # phi takes negative values: l1 then sums absolute values, and stage 2 is refused.
     signed: bool = False
-    # From a row's largest score to a number that is added to all scores of the row, so that phi
-    # neither overflows nor underflows, and that l1 cancels. torch.neg subtracts the largest score.
+    # Maps a row's largest score to a shift of all its scores, so that phi neither overflows nor
+    # underflows; l1 cancels the shift. torch.neg subtracts the largest score.
     shift: Callable[[Tensor], Tensor] | None = None
     # Its entry in attention_paths.kernels.phi.PHIS; None: no fused kernel.
     kernel: str | None = None
@@ -119,7 +119,7 @@ class Rows:
     """
 
     n: Tensor  # [Lq, 1] keys that each row sees; [B, 1, Lq, 1] with document_positions
-    q_idx: Tensor  # [Lq, 1] the last of them, each query's own: its index among the call's keys
+    q_idx: Tensor  # [Lq, 1] each query's own index among the keys: the last key that it sees
     kv_idx: Tensor  # [Lk] 0 .. Lk - 1: q_idx - kv_idx is the distance
     head: Tensor  # [H, 1, 1] counted from 0
     window: int | None
@@ -127,10 +127,10 @@ class Rows:
     L: int  # the training length
     gamma: float
     p: float | None
-    # how stage 2 raises to the power: normalised_power, or what is faster (attention_paths.power)
+    # computes stage 2: normalised_power, or a faster equivalent (attention_paths.power)
     normalised_power: Callable[[Tensor, Tensor, float], Tensor]
     document_positions: Tensor | None = None  # [B, 1, Lq, 1] of each row within its document
-    score_scale: float | Tensor = 1.0  # on every score: the square of YaRN's attention factor
+    score_scale: float | Tensor = 1.0  # multiplies scores: the square of YaRN's attention factor
     softcap: float | None = None
     slopes: Tensor | None = None  # [H, 1, 1] of ALiBi
     decay: Tensor | None = None  # [B, H, Lk] log f_1 + .. + log f_j, f the forget gates
@@ -153,7 +153,7 @@ class Rows:
         return visible
 
 
-# A scale, bias or norm of rows; and a function from scores or weights [.., Lq, Lk] to weights.
+# A scale, bias or norm of rows, and a function that maps scores or weights [.., Lq, Lk] to weights.
 RowTerm = Callable[[Rows], Tensor | float]
 RowFunction = Callable[[Tensor, Rows], Tensor]
 
@@ -161,8 +161,8 @@ RowFunction = Callable[[Tensor, Rows], Tensor]
 def relu_power(A: Tensor, rows: Rows) -> Tensor:
     """Compute stage 2, LSSAR Eq. 5: relu(n A - o)^p, then l1; A itself if rows.p is None.
 
-    A is [.., Lq, Lk] and at least 0. l1 cancels a factor on a row, so its sum need not be 1, and
-    relu(n A - o) becomes relu(A - o mean A). A tied row gets no offset, as if n were at most 3, and
+    A >= 0 is [.., Lq, Lk]. The final l1 cancels any factor of a row, so rows need not sum to 1, and
+    relu(n A - o) is computed as relu(A - o mean A). A tied row has no offset, as for n <= 3, and
     stays uniform.
     """
     if rows.p is None:
@@ -189,7 +189,7 @@ class Variant:
     `scale`, `bias` and `norm` broadcast against [B, H, Lq, 1], a keyed bias against [B, H, Lq, Lk].
     """
 
-    phi: Phi  # not computed where there are row_weights; EXPM1 selects softpick's kernel
+    phi: Phi  # unused with row_weights, except that EXPM1 selects softpick's kernel
     scale: RowTerm = inverse_sqrt_d
     bias: RowTerm | None = None
     keyed: bool = False  # its bias differs between the keys of a row; it has no fused kernel
@@ -200,8 +200,8 @@ class Variant:
     constants: tuple[str, ...] = ()  # the settings that its formulas use: gamma
     # row inputs, any of u and w, which each head computes linearly from the layer's input
     from_input: tuple[str, ...] = ()
-    # replaces phi, norm and stage 2, where a weight depends on the whole row: from scores
-    # [.., Lq, Lk], -inf for masked keys, to weights
+    # maps scores [.., Lq, Lk], -inf for masked keys, to weights, in place of phi, norm and stage 2,
+    # for weights that depend on the whole row
     row_weights: RowFunction | None = None
     # stage 2, from the normalised weights to the weights; relu_power changes nothing without p
     reweight: RowFunction = relu_power

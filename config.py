@@ -17,7 +17,7 @@ from data.vocabulary import RECALL_IDS, count_ids, end_of_text, identify
 from errors import UserError, check_choice
 
 ROOT = Path(__file__).parent
-# Values of `needs`: the settings, and their values, without which another has no effect.
+# Values of `needs`: settings, and their values, under which another setting has an effect.
 ROPE = {"positions": ("rope",)}
 LINEAR = {"projections": ("linear",)}
 TPA = {"projections": ("tpa",)}
@@ -26,7 +26,7 @@ ORBITS = {"task": ("orbits",)}
 LANGUAGE = {"task": ("language", "language+recall")}
 RECALL = {"task": ("recall", "language+recall")}
 
-# Upper limit on the sequences of a micro-batch where batch_size is 0: more are hardly faster.
+# Largest micro-batch, in sequences, if batch_size is 0: larger ones are hardly faster.
 LARGEST_BATCH = 64
 
 # Numbers within limits, which the error message names in these words.
@@ -43,8 +43,8 @@ T = TypeVar("T")
 def setting(default: T, help: str, needs: dict[str, tuple] | None = None) -> T:
     """Declare a field of Config: its default and its line of --help. Its type limits its values.
 
-    `needs` names other settings, and the values of each with which this one has an effect: with
-    other values anything but the default is refused.
+    `needs` maps other settings to the values under which this setting has an effect. Otherwise only
+    its default is accepted.
     """
     return field(default=default, metadata={"help": help, "needs": needs or {}})
 
@@ -65,7 +65,7 @@ class Config:
     )
     block_size: PositiveInt = setting(1024, "Training length in tokens.")
     window: PositiveInt | None = setting(
-        None, "Number of keys that a query sees: its own and those just before. None: all."
+        None, "Number of keys that a query sees, counting back from its own. None: all."
     )
     window_pattern: str = setting(
         "",
@@ -84,8 +84,8 @@ class Config:
     )
     nope_every: NonNegativeInt = setting(
         0,
-        "Every Nth layer has no RoPE, or with nope_share only that share of its heads has none "
-        "(SmolLM3, Llama 4: 4). 0: RoPE is in every layer.",
+        "Every Nth layer has no RoPE; with nope_share, only that share of its heads has none "
+        "(SmolLM3, Llama 4: 4). 0: every layer has RoPE.",
         needs=ROPE,
     )
     nope_share: FractionBelowOne = setting(
@@ -93,7 +93,7 @@ class Config:
     )
     local_window: PositiveInt | None = setting(
         None,
-        "Makes a hybrid: heads with positions are softmax over this many last keys, and the other "
+        "Makes a hybrid: heads with positions compute softmax over this many last keys, the other "
         "heads compute `attention`. None: all heads compute `attention`.",
     )
     softcap: PositiveFloat | None = setting(
@@ -101,8 +101,8 @@ class Config:
     )
     sink: Literal["none", "one", "learned"] = setting(
         "none",
-        "Adds a key of value 0 whose score is 0 ('one': softmax off by one) or 'learned', one "
-        "per head.",
+        "Adds a key with value 0. Its score is 0 ('one': softmax off by one) or learned per head "
+        "('learned').",
     )
     forget: bool = setting(False, "Forget gates lower the scores of earlier keys (FoX).")
     s_init: float = setting(1.0, "Initial s of SSMax. The paper has 0.1685 in (e) and (f).")
@@ -145,7 +145,7 @@ class Config:
     # ---- data: what the loss is measured on ----
     task: Literal["language", "orbits", "recall", "language+recall"] = setting(
         "language",
-        "What is learnt: text, simulated planets ('orbits'), or answers to what lies far away "
+        "What the model learns: text, simulated planets ('orbits'), or recall of distant tokens "
         "('recall'); see data/tasks.py.",
     )
     data_dir: str = setting(
@@ -211,15 +211,16 @@ class Config:
         "auto",
         "dtype of matrix products. 'auto': bfloat16 on CUDA, or float16 where the GPU has none; "
         "else float32. Training with 'float32' on CUDA multiplies matrices in TF32. At p = 15 "
-        "bfloat16 changes the first gradients (docs/training.md).",
+        "bfloat16 changes the first gradients (docs/training.md). On a CPU with AMX or AVX512-BF16 "
+        "'bfloat16' is faster.",
     )
     compile: bool | None = setting(
         None, "Use torch.compile. None: on CUDA, except for recall on the blocked path."
     )
     batch_size: NonNegativeInt = setting(
         0,
-        "Upper limit on the sequences of a micro-batch: the largest divisor of a process's share "
-        "of a step within it is taken. 0: what the GPU's memory is estimated to hold, at most 64.",
+        "Largest micro-batch, in sequences. The largest divisor of a process's sequences per step "
+        "within it is used. 0: estimated from the GPU's memory, at most 64.",
     )
     attention_impl: Literal["auto", "triton", "blocked", "reference"] = setting(
         "auto", "How attention is computed. 'auto': the fastest way that works here."
@@ -247,11 +248,11 @@ class Config:
     # ---- run: where and how it starts ----
     out_dir: str = setting(
         "",
-        "The run's folder, which may name settings in braces. Empty: out/ and the names of the "
-        "config files, with the settings of the command line.",
+        "The run's folder; may contain settings in braces, as in out/p{p}. Empty: out/ and the "
+        "config files' names and the settings of the command line.",
     )
     name: str = setting(
-        "", "What log, tables and pictures call the run. Empty: its config file's name."
+        "", "Name of the run in logs, tables and pictures. Empty: its config file's name."
     )
     resume: Literal[False, True, "auto"] = setting(
         False, "Continue the run in out_dir. 'auto': if it has a checkpoint, else start it."
@@ -274,7 +275,7 @@ class Config:
 
     @cached_property
     def n_vocab(self) -> int:
-        """The number of token ids, end-of-text included; of orbits, per coordinate."""
+        """The number of token ids, including end-of-text; for orbits, per coordinate."""
         if self.task == "orbits":
             # with two time-step tokens, and one that the published vocabulary leaves unused
             return self.bins + 3
@@ -297,7 +298,7 @@ class Config:
 
     @property
     def tasks(self) -> list[str]:
-        """What the batches are of: of "language+recall" in turn."""
+        """The tasks that batches alternate between: language and recall for "language+recall"."""
         return self.task.split("+")
 
     @cached_property
@@ -391,11 +392,11 @@ def names(*groups: str) -> tuple[str, ...]:
 
 # The settings that decide what a run learns.
 LEARNED = names("attention", "model", "data", "optimisation")
-# What may change when a run is resumed.
+# Settings that may change on resume.
 FREE_ON_RESUME = {"data_dir", "max_iters", "cooldown_iters", *names("machine", "logs", "run")}
-# What decides the learning rate of each step.
+# Settings that determine the learning rate of each step.
 SCHEDULE = ("learning_rate", "schedule", "warmup_iters", "cooldown_iters", "min_lr", "max_iters")
-# What may change on resume, too: the changes are recorded in environment.json.
+# Settings that may change on resume too; environment.json records the changes.
 RECORDED_ON_RESUME = (*SCHEDULE, "first_batch")
 
 
@@ -407,12 +408,12 @@ def choices(name: str) -> tuple[Any, ...]:
 
 # ---- checks ----
 
-# By the words for a limit, the comparison of a number that is beyond it.
+# For each kind of limit, the comparison that is true for an invalid number.
 IS_WRONG = {"at least": operator.lt, "above": operator.le, "below": operator.ge}
 
 
 def check_each_setting(config: Config) -> None:
-    """Raise UserError where a value has the wrong type or is out of range.
+    """Raise UserError if a value has the wrong type or is out of range.
 
     A whole number is stored as the setting's type: 3 for a float as 3.0, 1e3 for an int as 1000.
     """
@@ -420,9 +421,10 @@ def check_each_setting(config: Config) -> None:
         value = getattr(config, key)
         check_limits(key, value, hint)
         if type(value) is int and float in TYPES[key]:
-            object.__setattr__(config, key, value := float(value))
+            value = float(value)
         elif type(value) is float and int in TYPES[key] and value.is_integer():
-            object.__setattr__(config, key, value := int(value))
+            value = int(value)
+        object.__setattr__(config, key, value)
         if type(value) not in TYPES[key]:
             kinds = ["None" if t is types.NoneType else t.__name__ for t in TYPES[key]]
             raise UserError(
@@ -459,7 +461,7 @@ def check_effect(config: Config) -> None:
 
 
 def check_model(config: Config) -> None:
-    """Raise UserError where settings of the model contradict each other."""
+    """Raise UserError if settings of the model contradict each other."""
     if config.head_size is None and config.n_embd % config.n_head:
         raise UserError(f"n_embd = {config.n_embd} is not divisible by n_head = {config.n_head}")
     if config.d_head % 2 and config.positions == "rope":
@@ -498,7 +500,7 @@ def check_model(config: Config) -> None:
 
 
 def check_training(config: Config) -> None:
-    """Raise UserError where settings of the data and the training contradict each other."""
+    """Raise UserError if settings of the data and the training contradict each other."""
     if config.task == "orbits" and config.tie_embeddings:
         raise UserError(
             "task = 'orbits' cannot tie its head to its embedding: add tie_embeddings = False"
@@ -527,7 +529,7 @@ def check_training(config: Config) -> None:
 def micro_batch_size(config: Config, world_size: int) -> int:
     """Return the sequences per micro-batch and process: the largest divisor within batch_size.
 
-    Raises UserError where the sequences of a step cannot be shared equally by this many processes.
+    Raises UserError if the sequences of a step cannot be shared equally by this many processes.
     """
     sequences, rest = divmod(config.total_batch_size, config.block_size)
     if rest:

@@ -85,7 +85,7 @@ command = reported()
 
 
 def discard_output() -> None:
-    """Let all further output go nowhere, that of the flush at exit too."""
+    """Discard all further output, including the flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

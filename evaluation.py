@@ -11,6 +11,7 @@ from torch import Tensor
 from attention_paths.blocked import BLOCK_QUERIES
 from attention_paths.module import Attention
 from errors import UserError
+from layers.windows import largest_window
 from model import GPT, Block
 from runtime.device import autocast
 
@@ -90,13 +91,25 @@ def head_windows(model: GPT) -> list[list[int | None]]:
     return by_layer
 
 
+def rope_sees_beyond(model: GPT, length: int) -> bool:
+    """Tell whether a head with RoPE sees more than its last `length` keys in any layer."""
+    for layer in model.attention_layers():
+        if layer.nope_heads == layer.n_head:
+            continue
+        *_, with_rope = layer.attentions()  # RoPE is in the last heads
+        window = largest_window(with_rope)
+        if window is None or window > length:
+            return True
+    return False
+
+
 @torch.no_grad()
 def check_windows(model: GPT, window: int) -> None:
-    """Raise UserError where a block's output depends on more than its last `window` inputs.
+    """Raise UserError if a block's output depends on more than its last `window` inputs.
 
     All blocks get the same three random sequences. The second differs from the first outside of the
-    last position's window alone, the third inside of it alone. What the second changes at the last
-    position must be rounding, such as that of forget gates, which are summed over all positions.
+    last position's window alone, the third inside of it alone. The second may change the output at
+    the last position only by rounding, as of forget gates, which are cumulative sums.
     """
     if model.trunk.wpe is not None:  # learned positions end before a control would hide any
         return

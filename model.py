@@ -18,7 +18,7 @@ from layers.heads import build_attention
 from layers.losses import LinearCrossEntropy, softmax_, token_losses
 from layers.rope import Rope, RopeTable, Rotation, rotate
 
-# What some variants and gates add to an attention layer.
+# Projections that GPT-2 lacks: gates, FoX's forget gates, ASEntmax's row inputs.
 EXTRA_PROJECTIONS = ("c_gate", "c_forget", "c_rows")
 
 
@@ -38,7 +38,7 @@ class SelfAttention(nn.Module):
 
     attention: Attention
     extra_multiplications = 0  # per token outside of nn.Linear; T6 has them
-    # standard deviation of the initial c_proj weights (attention and MLP), times sqrt(2 n_layer)
+    # the initial c_proj weights (attention and MLP) have deviation residual_std / sqrt(2 n_layer)
     residual_std = 0.02
 
     def __init__(self, config: Config, layer: int) -> None:
@@ -274,7 +274,7 @@ class Trunk(nn.Module):
         return self.ln_f(x)
 
     def check_length(self, length: int) -> None:
-        """Raise UserError where this many positions exceed the learned positions."""
+        """Raise UserError if this many positions exceed the learned positions."""
         if self.wpe is not None and length > self.config.block_size:
             raise UserError(
                 f"a length of {length} is beyond the {self.config.block_size} learned positions of "

@@ -114,8 +114,8 @@ def build_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScal
     return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
 
-def step_unless(found_inf: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Skip the step if `found_inf`, a float32 tensor, is 1.
+def step_if_finite(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
+    """Update the weights unless `found_inf`, a float32 tensor, is 1.
 
     GradScaler.step would decide for each optimizer by its own gradients. A fused optimizer reads
     the tensor on the device, as GradScaler has it do. For other optimizers, such as Muon, the host

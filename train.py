@@ -39,7 +39,7 @@ from layers.build import build_model
 from layers.heads import check_attention
 from layers.selfcheck import check_kernels
 from model import GPT, compile_model
-from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate, step_unless
+from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate, step_if_finite
 from runtime import checkpoint
 from runtime.checkpoint import State, Training
 from runtime.device import (
@@ -55,8 +55,8 @@ from runtime.distributed import (
     EXIT_STOPPED,
     all_gather,
     all_reduce_max,
-    on_every_rank,
     process_group,
+    raise_on_all_ranks,
     rank,
     stop_signals,
     world_size,
@@ -85,19 +85,20 @@ def main(config: Config | None = None) -> None:
     device = open_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
-    fitting = fitting_batch_size(config, world_size(), device)
+    batch_size = fitting_batch_size(config, world_size(), device)
     with (
         process_group(device, config.timeout, config.dry_run),
         lock_folder(run, "training this run") if rank() == 0 else nullcontext(),
     ):
-        fitting = min(all_gather(fitting))  # the ranks' GPUs may differ in memory
-        if fitting != config.batch_size and rank() == 0:
+        batch_size = min(all_gather(batch_size))  # the ranks' GPUs may differ in memory
+        if batch_size != config.batch_size and rank() == 0:
             sequences = config.total_batch_size // (world_size() * config.block_size)
-            say(f"batch_size = {fitting}: the largest that fits and divides {sequences} sequences")
-        config = config.replace(batch_size=fitting)
+            reason = f"the largest that fits and divides {sequences} sequences"
+            say(f"batch_size = {batch_size}: {reason}")
+        config = config.replace(batch_size=batch_size)
         resume = checkpoint.should_resume(run, config.resume)
         if resume:
-            checkpoint.check_beginning(run, config.init_from)
+            checkpoint.check_init_from(run, config.init_from)
         config = config.replace(resume=resume, init_from="" if resume else config.init_from)
         training, loader, loss_fn = set_up(config, device)
         stopped = False
@@ -111,14 +112,14 @@ def main(config: Config | None = None) -> None:
 def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | None, LossFn]:
     """Build the data, the model and the optimizers, and say what will be trained.
 
-    There is no loader in a dry run before the data are made.
+    The loader is None in a dry run if the data do not exist yet.
     """
     run = Path(config.out_dir)
 
     # ---- data ----
-    loader = on_every_rank(partial(open_data, config, device))
+    loader = raise_on_all_ranks(partial(open_data, config, device))
     identity = loader.identity() if loader else {}  # a dry run may have no data
-    check_ranks(config, identity)
+    check_same_data(config, identity)
     state = None
     if config.resume:
         state = checkpoint.load_to_resume(run, config)
@@ -153,7 +154,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
         say(describe(config, training, loader, world_size()))
         if loader is not None and not config.dry_run:
             facts = kernel_facts | {"data": identity}
-            checkpoint.write_header(run, config, facts, training.resumed_at, training.changes)
+            checkpoint.write_run_metadata(run, config, facts, training.resumed_at, training.changes)
             if initial is not None:  # never on resume: the file stays as it is
                 write_json(run / "began_with.json", initial.id)
     return training, loader, loss_fn
@@ -206,7 +207,7 @@ def train(
             # copied before the next step is launched: a later copy would wait for that step
             on_host = torch.stack((loss, grad_norm)).to("cpu", non_blocking=monitor.logs_late)
             ended = Event(training.device)
-            monitor.add(Update(training.step, lr, batch.tokens, on_host, began, ended))
+            monitor.add(LaunchedStep(training.step, lr, batch.tokens, on_host, began, ended))
         saver.wait()
         outcome = "finished" if finished else "stopped by a signal; continue with --resume"
         log.print(f"step {training.step} of {config.max_iters} is saved: {outcome}")
@@ -218,20 +219,20 @@ def train(
 
 
 def open_data(config: Config, device: torch.device) -> Loader | None:
-    """Open this rank's data. Raises UserError where they are gone or do not fit the settings."""
+    """Open this rank's data. Raises UserError if they are missing or do not fit the settings."""
     if config.resume and TASKS[config.task].reads_shards:
         require_data_dir(config)
     return open_loader(config, rank(), world_size(), device)
 
 
-def check_ranks(config: Config, identity: Identity) -> None:
+def check_same_data(config: Config, identity: Identity) -> None:
     """Raise the same UserError on every rank where ranks read different data."""
     first, *others = all_gather(identity)
     for other_rank, other in enumerate(others, start=1):
         differing = data_difference(first, other)
         if differing is not None:
             raise UserError(
-                f"{config.data_dir}: rank {other_rank} reads other {differing} than rank 0: copy "
+                f"{config.data_dir}: rank {other_rank}'s {differing} differ from rank 0's: copy "
                 "the same data to every node"
             )
 
@@ -242,13 +243,13 @@ def check_data(
     config: Config,
     state: State | None,
 ) -> None:
-    """Raise UserError where a run was trained on other data, or there is too little to validate."""
+    """Raise UserError if a run was trained on different data, or too little is for validation."""
     if state is not None:
         changed = data_difference(state.data, identity)
         if changed is not None:
             raise UserError(
-                f"{loader.source} has other {changed} than the run was trained on: give the same "
-                "data, or start a new run"
+                f"{loader.source}: its {changed} differ from the data that the run was trained on: "
+                "use the same data, or start a new run"
             )
     loader.validation_batches(config.val_tokens, config.batch_size)  # raises if it is too small
 
@@ -274,8 +275,8 @@ class StepBatch(NamedTuple):
     """A rank's share of a step, whose loss is the sum of the micro-batches' losses / divisor."""
 
     micro_batches: Sequence[tuple[Tensor, Tensor]]
-    divisor: int  # number of micro-batches; in scripts.physics of labels
-    tokens: int  # that all ranks together process in the step
+    divisor: int  # number of micro-batches; in scripts.physics, of labels
+    tokens: int  # processed in the step by all ranks together
 
 
 def fetch_batch(loader: Loader, config: Config, step: int) -> StepBatch:
@@ -317,7 +318,7 @@ def train_step(
         loss /= world_size()
     is_bad = ~(loss.isfinite() & norm.isfinite())
     for optimizer in training.optimizers:
-        step_unless(is_bad.float(), optimizer)
+        step_if_finite(optimizer, is_bad.float())
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
     return loss, norm
@@ -335,8 +336,8 @@ def may_continue(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) ->
 # ---- between steps ----
 
 
-class Update(NamedTuple):
-    """A step that has been launched."""
+class LaunchedStep(NamedTuple):
+    """A launched step, not yet logged."""
 
     step: int
     lr: float
@@ -360,7 +361,7 @@ class Monitor:
     log: Log
     saver: checkpoint.Saver
     rank_flops_per_token: float  # 0: unknown
-    pending: Update | None = None  # not yet logged
+    pending: LaunchedStep | None = None  # not yet logged
 
     @property
     def logs_late(self) -> bool:
@@ -370,7 +371,7 @@ class Monitor:
         """Return the event at which the next step begins: the pending step's end, or now."""
         return self.pending.ended if self.pending else Event(self.training.device)
 
-    def add(self, update: Update) -> None:
+    def add(self, update: LaunchedStep) -> None:
         """Log the pending update and, unless that would keep a GPU waiting, this one too."""
         self.log_pending()
         self.pending = update

@@ -14,7 +14,7 @@ from errors import UserError, check_choice
 
 @functools.cache
 def check_variant(variant: Variant) -> None:
-    """Raise UserError where a variant sees the future, or its phi is not as declared.
+    """Raise UserError if a variant sees the future, or its phi is not as declared.
 
     Without this, a phi that is not 0 at `zero` would train with weights on masked keys.
     """
@@ -30,7 +30,7 @@ def name_of(variant: Variant) -> str:
 
 
 def check_phi(name: str, phi: Phi) -> None:
-    """Raise UserError where phi is not as declared, or where masked keys could get weight."""
+    """Raise UserError if phi is not as declared, or where masked keys could get weight."""
     if phi.kernel is not None and launch is not None:
         check_choice(f"{name}: kernel", phi.kernel, launch.PHIS)
     masked = torch.tensor(phi.zero, dtype=torch.float64, requires_grad=True)
@@ -62,7 +62,7 @@ def check_phi(name: str, phi: Phi) -> None:
 
 
 def check_causality(name: str, variant: Variant) -> None:
-    """Raise UserError where a weight or a gradient reaches a key that its row does not see."""
+    """Raise UserError if a weight or a gradient reaches a key that its row does not see."""
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 2, 6, 8, dtype=torch.float64, generator=generator)
     row_inputs = {key: torch.zeros(1, 2, 6, dtype=q.dtype) for key in variant.from_input}
@@ -104,7 +104,7 @@ def check_blocks(
     k: Tensor,
     context: Context,
 ) -> None:
-    """Raise UserError where a row's weights depend on the other rows and keys of the call.
+    """Raise UserError if a row's weights depend on the other rows and keys of the call.
 
     The blocked path and decoding compute a few rows at a time, without masked keys.
     """
@@ -118,8 +118,8 @@ def check_blocks(
             (slice(6), slice(3, 6)),
             (slice(first, 6), slice(5, 6)),
         ):
-            of_block = context.select(queries=queries, keys=keys)
-            block = attention.weights(q[:, :, queries], k[:, :, keys], of_block)
+            block_context = context.select(queries=queries, keys=keys)
+            block = attention.weights(q[:, :, queries], k[:, :, keys], block_context)
             if not torch.allclose(block, whole[:, :, queries, keys], atol=1e-6):
                 raise UserError(
                     f"{name}: a row's weights depend on the number of keys or rows in the call, as "
@@ -133,7 +133,7 @@ def check_gradients(
     weights: Tensor,
     learned: dict[str, Tensor],
 ) -> None:
-    """Raise UserError where the gradient by a tensor is nan or infinite, or a scalar has none.
+    """Raise UserError if the gradient by a tensor is nan or infinite, or a scalar has none.
 
     A run would stop at its first step, and blame the learning rate.
     """

@@ -1,4 +1,4 @@
-"""The arguments of the fused Triton kernels for a layer, and why they cannot compute it."""
+"""Calls the fused Triton kernels for a layer, or says why they cannot be used."""
 
 from types import ModuleType
 
@@ -15,7 +15,7 @@ except ImportError:  # Triton is for Linux and comes with torch's CUDA builds
     launch = None
 
 
-def variant_obstacle(variant: Variant, head_size: int) -> str | None:
+def variant_unsupported_reason(variant: Variant, head_size: int) -> str | None:
     """Why the kernels cannot compute a variant at this head size, on any machine."""
     if variant.row_weights not in (None, softpick):
         return "its weights are functions of whole rows"
@@ -33,7 +33,7 @@ def variant_obstacle(variant: Variant, head_size: int) -> str | None:
     return None
 
 
-def gpu_obstacle(q: Tensor) -> str | None:
+def gpu_unsupported_reason(q: Tensor) -> str | None:
     """Why the device of q is no NVIDIA GPU of compute capability 8.0; None if it is one."""
     if not q.is_cuda:
         return f"it needs an NVIDIA GPU, and this is {q.device.type}"
@@ -45,14 +45,14 @@ def gpu_obstacle(q: Tensor) -> str | None:
     return None
 
 
-def obstacle(layer: ReferenceAttention, q: Tensor) -> str | None:
+def unsupported_reason(layer: ReferenceAttention, q: Tensor) -> str | None:
     """Why the kernels cannot take these queries; None if they can."""
-    if reason := variant_obstacle(layer.variant, layer.head_size):
+    if reason := variant_unsupported_reason(layer.variant, layer.head_size):
         return reason
     if launch is None:
         return "Triton is not installed"
     if q.is_cuda or not launch.INTERPRETED:
-        if reason := gpu_obstacle(q):
+        if reason := gpu_unsupported_reason(q):
             return reason
     if q.dtype in (torch.float16, torch.float64):
         return f"it computes in bfloat16 and float32, not in {q.dtype}"

@@ -10,10 +10,10 @@ from attention import Rows, Variant
 from attention_paths.blocked import blocked, first_key
 from attention_paths.check import check_variant, name_of
 from attention_paths.factored import Factors, factored
-from attention_paths.fused import fused, obstacle, variant_obstacle
+from attention_paths.fused import fused, unsupported_reason, variant_unsupported_reason
 from attention_paths.reference import ALL, NO_CONTEXT, Context, ReferenceAttention
 from attention_paths.sdpa import sdpa
-from attention_paths.varlen import varlen, varlen_obstacle
+from attention_paths.varlen import varlen, varlen_unsupported_reason
 from errors import UserError, check_choice
 
 
@@ -48,7 +48,7 @@ class Attention(ReferenceAttention):
             raise UserError(f"attention = {name!r} cannot have a sink")
         if self.p is not None and self.p < 1:  # masked keys, whose weight is 0, would have 0^0 = 1
             raise UserError(f"p = {self.p} must be at least 1")
-        if impl == "triton" and (reason := variant_obstacle(variant, self.head_size)):
+        if impl == "triton" and (reason := variant_unsupported_reason(variant, self.head_size)):
             raise UserError(f"attention_impl = 'triton' cannot compute {name!r}: {reason}")
 
     def forward(
@@ -92,22 +92,24 @@ class Attention(ReferenceAttention):
 
         Softmax at any scale takes torch's SDPA. On a GPU, SDPA's FlashAttention supports no mask,
         so windows and documents take varlen_attn, or the Triton kernels if varlen_attn cannot run.
-        Raises UserError where `impl` requires kernels that cannot run.
+        Raises UserError if `impl` requires kernels that cannot run.
         """
-        if self.impl not in ("auto", "triton"):
-            return self.impl
-        by_sdpa = self.impl == "auto" and self.is_plain_softmax(context)
-        by_varlen = self.prefers_varlen(q, Lk, context)
-        if by_sdpa and not by_varlen:
-            return "sdpa"
-        if by_varlen and varlen_obstacle(self, q, Lk) is None:
-            return "varlen"
-        reason = obstacle(self, q)
-        if reason is None and (q.is_cuda or self.impl == "triton"):
-            return "triton"
         if self.impl == "triton":
-            raise UserError(f"attention_impl = 'triton' cannot be used: {reason}")
-        return "sdpa" if by_sdpa else "blocked"
+            reason = unsupported_reason(self, q)
+            if reason is not None:
+                raise UserError(f"attention_impl = 'triton' cannot be used: {reason}")
+            return "triton"
+        if self.impl != "auto":
+            return self.impl
+        is_softmax = self.is_plain_softmax(context)
+        if self.prefers_varlen(q, Lk, context):
+            if varlen_unsupported_reason(self, q, Lk) is None:
+                return "varlen"
+        elif is_softmax:
+            return "sdpa"
+        if q.is_cuda and unsupported_reason(self, q) is None:
+            return "triton"
+        return "sdpa" if is_softmax else "blocked"
 
     def prefers_varlen(self, q: Tensor, Lk: int, context: Context) -> bool:
         """Tell whether it is softmax on a GPU with a mask that SDPA's FlashAttention lacks."""

@@ -18,14 +18,14 @@ def sdpa(
 ) -> Tensor:
     """The output [B, H, Lq, d] of `ReferenceAttention.forward`, for a variant that is softmax."""
     Lq, Lk = q.shape[2], k.shape[2]
-    q, k, scale = scaled(layer, q, k, v.dtype, context)
+    q, k, scale = scale_q_and_k(layer, q, k, v.dtype, context)
     has_window = layer.window is not None and layer.window < Lk
     is_masked = has_window or context.document_positions is not None
     if q.shape[1] != k.shape[1] and not takes_groups(q, is_masked):
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     if is_masked:
-        return masked(layer, q, k, v, scale, context)
+        return sdpa_masked(layer, q, k, v, scale, context)
     mask = None
     if 1 < Lq < Lk:
         # is_causal aligns the first query with the first key, but queries after a cache are the
@@ -46,7 +46,7 @@ def sdpa(
     )
 
 
-def scaled(
+def scale_q_and_k(
     layer: ReferenceAttention,
     q: Tensor,
     k: Tensor,
@@ -76,7 +76,7 @@ def takes_groups(q: Tensor, is_masked: bool) -> bool:
     return q.dtype.itemsize == 2 and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
-def masked(
+def sdpa_masked(
     layer: ReferenceAttention,
     q: Tensor,
     k: Tensor,

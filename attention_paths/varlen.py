@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_paths.fused import gpu_obstacle
+from attention_paths.fused import gpu_unsupported_reason
 from attention_paths.reference import Context, ReferenceAttention
-from attention_paths.sdpa import scaled
+from attention_paths.sdpa import scale_q_and_k
 
 # FlashAttention's largest head.
 LARGEST_HEAD = 256
@@ -24,9 +24,9 @@ SHORTEST_MEAN = 32
 ALWAYS_ROOM = 1024
 
 
-def varlen_obstacle(layer: ReferenceAttention, q: Tensor, Lk: int) -> str | None:
+def varlen_unsupported_reason(layer: ReferenceAttention, q: Tensor, Lk: int) -> str | None:
     """Say why varlen_attn cannot take queries like q [B, H, Lq, d] of Lk keys; None if it can."""
-    if reason := gpu_obstacle(q):
+    if reason := gpu_unsupported_reason(q):
         return reason
     if q.dtype.itemsize != 2:
         return f"it computes in 16 bits, not in {q.dtype}"
@@ -60,7 +60,7 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     B, H, L, d = q.shape
-    q, k, scale = scaled(layer, q, k, v.dtype, context)
+    q, k, scale = scale_q_and_k(layer, q, k, v.dtype, context)
     boundaries = sequence_boundaries(B, L, context.document_positions, q.device)
     reach = -1 if layer.window is None else layer.window - 1  # keys before a query's own
     grouped: dict[str, Any] = {}

@@ -4,7 +4,7 @@ The tokens of the documents, each with end-of-text before it, are cut into shard
 `shard_size`; the last shard may be shorter. For each shard, meta.json records where the next shard
 starts: a state of the reader, and the number of tokens to skip from there. The next shards depend
 on nothing else, neither on timing nor on the number of workers, so shards made in several attempts
-are bit-for-bit equal to those of a single run.
+are bit-for-bit equal to shards made in a single run.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def parse_options(
         check_writable(options.out_dir)
     options.rules = Rules(
         options.column,
-        get_tokenizer(options.tokenizer).mark,
+        get_tokenizer(options.tokenizer).eot_text,
         options.skip_nulls,
         options.split_at,
     )
@@ -101,11 +101,10 @@ def build(
     """Make a folder of shards `<prefix>_<split>_<number>.bin` and its meta.json.
 
     The streams are written in order, and no shard mixes two streams. Validation gets the first of
-    two streams, or the first shard of a single stream. `options` has the options of
-    `parse_options`, of which `out_dir` is data/`folder` by default, and `repeat` and `within`, the
-    share and length of `with_repeats`. Called again, it resumes after the last whole shard, or says
-    that all is done. In meta.json `source` says where the documents come from; `documents` is JSON
-    that changes when the documents do. `content`, if given, does too.
+    two streams, or the first shard of a single stream. `options` is the result of `parse_options`,
+    with `repeat` and `within` for `with_repeats`; its `out_dir` is data/`folder` by default. A
+    second call resumes after the last whole shard, or says that all is done. meta.json records
+    `source`, and hashes of `documents` and `content`, JSON values that change with the documents.
 
     Raises UserError if the folder holds shards of other documents or settings, or of unknown
     origin; if another process is making them; or if the documents have too few tokens for both

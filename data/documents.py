@@ -22,7 +22,7 @@ class Rules:
     """
 
     column: str  # of parquet, or field of JSON
-    mark: str = END_OF_TEXT  # the text of the tokenizer's end-of-text, which stays text
+    eot_text: str = END_OF_TEXT  # of the tokenizer; in a document it stays text
     skip_nulls: bool = False
     split_at: str | None = None
     counts: Counter[str] = field(default_factory=Counter)
@@ -72,7 +72,7 @@ class Rules:
 
     def _count_marks(self, document: Document) -> Document:
         for chunk in document:
-            self.counts["marks"] += chunk.count(self.mark)
+            self.counts["marks"] += chunk.count(self.eot_text)
             yield chunk
 
     def report(self) -> None:
@@ -84,8 +84,8 @@ class Rules:
             print(f"documents end at {self.split_at!r}: {self.counts['split']:,} times")
         if self.counts["marks"]:
             print(
-                f"warning: the text has {self.mark} {self.counts['marks']:,} times; with "
-                f"--split_at '{self.mark}' documents end there"
+                f"warning: the text has {self.eot_text} {self.counts['marks']:,} times; with "
+                f"--split_at '{self.eot_text}' documents end there"
             )
 
 

@@ -33,7 +33,7 @@ def are_ids(path: str | Path) -> bool:
 def open_ids(path: Path) -> Tokens:
     """Map the ids [n] of a file into memory.
 
-    Raises UserError where it cannot be read, has another form, or is a shard already.
+    Raises UserError if it cannot be read, has another form, or is a shard already.
     """
     try:
         if path.suffix == ".npy":
@@ -50,7 +50,7 @@ def open_ids(path: Path) -> Tokens:
 
 
 def checksum(path: Path, vocab_size: int) -> str:
-    """Return a hash of a file's ids. Raises UserError where one is not below `vocab_size`."""
+    """Return a hash of a file's ids. Raises UserError if one is not below `vocab_size`."""
     ids = open_ids(path)
     digest = hashlib.sha256()
     for start in tqdm(range(0, len(ids), CHUNK), desc=f"checking {path}", delay=2):
@@ -70,7 +70,7 @@ def read_ids(path: Path, first: int) -> Iterator[tuple[int, Tokens]]:
 def copy_ids(args: argparse.Namespace) -> None:
     """Make a folder of shards from the files of data.text's command line.
 
-    Raises UserError where they are not all of ids, or an option is for text.
+    Raises UserError if they are not all of ids, or an option is for text.
     """
     if not args.val or not all(map(are_ids, [*args.paths, *args.val])):
         raise UserError("ids need files of ids for validation too: train.bin --val val.bin")
@@ -110,7 +110,7 @@ class PlainUnpickler(pickle.Unpickler):
 def read_characters(path: Path) -> list[str]:
     """Return the character of each id in nanoGPT's meta.pkl.
 
-    Raises UserError where the file cannot be read, or has other tokens than characters.
+    Raises UserError if the file cannot be read, or has tokens that are not characters.
     """
     try:
         with open(path, "rb") as file:

@@ -36,7 +36,7 @@ from data.shards import (
 from errors import UserError
 
 FEISTEL_ROUNDS = 8
-# Windows in which documents are counted: of 1,024 tokens, 2 MB to read.
+# Training windows sampled to count documents: 2 MB at 1,024 tokens.
 SAMPLED_WINDOWS = 1024
 
 Ints = NDArray[np.int64]
@@ -179,7 +179,7 @@ class TokenLoader(Loader):
     def measure_documents(self, end_of_text: int) -> Documents:
         """Count the documents of up to SAMPLED_WINDOWS training windows, evenly spread.
 
-        Raises UserError where no document begins in any training shard.
+        Raises UserError if no document begins in any training shard.
         """
         without = []
         for split in ("train", "val"):
@@ -227,7 +227,7 @@ class TokenLoader(Loader):
 
 
 def epoch_order(begin: int, count: int, n: int, seed: int) -> Ints:
-    """Entries begin to begin + count - 1 of a sequence of epochs without end.
+    """Return entries begin to begin + count - 1 of an endless sequence of shuffled epochs.
 
     Each epoch has 0 to n - 1 once, in the order that `shuffled` gives it.
     """

@@ -66,7 +66,7 @@ class Assigned(NamedTuple):
     back: int = 0  # 0 asks for the last value of a key, 1 for the last but one
 
 
-# Of each value of the setting `recall` but sort, which has no keys.
+# How each recall task assigns its keys; sort has no keys.
 ASSIGNED = {
     "lookup": Assigned(VALUES),
     "mqar": Assigned(MQAR_VALUES),
@@ -183,7 +183,7 @@ class RecallLoader(SimulatedLoader):
 def hash_sequences(task: str) -> str:
     """Hash a few training batches and evaluation sequences of a task, the same for every run.
 
-    Where this code, or the random numbers of numpy, draw other sequences, the hash is another.
+    The hash changes if this code, or numpy's generators, draw different sequences.
     """
     digest = hashlib.sha256()
     loader = RecallLoader(task, Batching(block_size=64, batch_size=8, seed=0))
@@ -219,13 +219,13 @@ def right_by_value(pairs: int, assigned: Assigned) -> float:
     values_after = assigned.back
     values_before = assigned.times - 1 - values_after
     n = pairs * assigned.times
-    # A value is asked for if its key has so many other values before it, and so many after it.
+    # a value is asked for if its key has values_before values before it and values_after after it
     likelihoods = np.empty(n)
     for i in range(n):
         likelihoods[i] = math.comb(i, values_before) * math.comb(n - 1 - i, values_after)
     likelihoods /= likelihoods.sum()
 
-    sequences = min(2**18, 2**25 // n**2)  # fewer of many values, which take memory
+    sequences = min(2**18, 2**25 // n**2)  # fewer if n is large, to bound memory
     rng = np.random.default_rng(0)
     values = rng.integers(assigned.values, size=(sequences, n))
     same = values[:, :, None] == values[:, None, :]  # [sequences, n, n]

@@ -43,7 +43,7 @@ class Tokenizer:
 
     n_vocab: int
     eot: int  # the id of end-of-text
-    mark: str  # the text of end-of-text
+    eot_text: str
     to_ids: Callable[[str], NDArray[np.integer]]
     to_text: Callable[[list[int]], str]
 
@@ -57,7 +57,7 @@ class Tokenizer:
         return self.to_ids(text).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids: `eot` becomes `mark`, invalid UTF-8 U+FFFD; unknown ids are skipped."""
+        """The text of ids: `eot` is `eot_text`, invalid UTF-8 U+FFFD; unknown ids are skipped."""
         return self.to_text([int(i) for i in ids if i < self.n_vocab])
 
 

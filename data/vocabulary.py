@@ -25,7 +25,7 @@ def identify(tokenizer: str) -> str:
 
 
 def tokenizer_file(tokenizer: str) -> Path:
-    """Return the path of a tokenizer.json. Raises UserError where there is no file."""
+    """Return the path of a tokenizer.json. Raises UserError if there is no file."""
     if not Path(tokenizer).is_file():
         if tokenizer.endswith(".json"):
             raise UserError(f"tokenizer = {tokenizer!r}: there is no such file")
@@ -36,7 +36,7 @@ def tokenizer_file(tokenizer: str) -> Path:
 def count_ids(tokenizer: str) -> int:
     """Return the number of token ids, end-of-text included.
 
-    Raises UserError where the tokenizer is not built in and its file cannot be read.
+    Raises UserError if the tokenizer is not built in and its file cannot be read.
     """
     if tokenizer in BUILT_IN:
         return BUILT_IN[tokenizer]
@@ -60,7 +60,7 @@ def end_of_text(tokenizer: str) -> tuple[str, int]:
 def ids_by_text(tokenizer: str) -> dict[str, int]:
     """Read the ids of a tokenizer.json, by the texts of its tokens.
 
-    Raises UserError where the file cannot be read.
+    Raises UserError if the file cannot be read.
     """
     file = tokenizer_file(tokenizer)
     try:

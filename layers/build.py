@@ -10,7 +10,7 @@ from model import GPT, SelfAttention
 def build_model(config: Config) -> GPT:
     """Build the model of a config, with initial weights.
 
-    Raises UserError where settings contradict the attention variant.
+    Raises UserError if settings contradict the attention variant.
     """
     model_class = PairGPT if config.task == "orbits" else GPT
     return model_class(config, attention_layer(config))

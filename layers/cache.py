@@ -24,7 +24,7 @@ class KVCache:
         self.layers: dict[Attention, list[Tensor]] = {}
 
     def check_room(self, length: int) -> None:
-        """Raise UserError where this many positions exceed the cache."""
+        """Raise UserError if this many positions exceed the cache."""
         if length > self.size:
             raise UserError(f"a cache of {self.size} positions is too small for {length}")
 

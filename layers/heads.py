@@ -20,7 +20,7 @@ TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
 def build_attention(config: Config, layer: int) -> Attention:
     """Build the attention of all heads of a layer.
 
-    Raises UserError where settings contradict the variant.
+    Raises UserError if settings contradict the variant.
     """
     check_settings(config)
     return build_heads(config, range(config.n_head), config.layer_window(layer))
@@ -30,7 +30,7 @@ def build_hybrid_attention(config: Config, layer: int) -> list[Attention]:
     """Build the attention of all heads of a layer or, where they differ, of both groups of heads.
 
     With a local_window the heads with positions are softmax over that many keys, whatever attention
-    the heads without positions have. Raises UserError where settings contradict the variant.
+    the heads without positions have. Raises UserError if settings contradict the variant.
     """
     if config.local_window is None:
         return [build_attention(config, layer)]
@@ -49,9 +49,9 @@ def build_hybrid_attention(config: Config, layer: int) -> list[Attention]:
 
 
 def check_attention(config: Config) -> None:
-    """Raise UserError where settings contradict the attention, by building it."""
-    # layer -1 is one of nope_every, since -1 + 1 is a multiple: it has NoPE heads if any layer has
-    build_hybrid_attention(config, layer=-1)
+    """Raise UserError if settings contradict the attention, by building every layer's."""
+    for layer in range(config.n_layer):
+        build_hybrid_attention(config, layer)
 
 
 def build_heads(config: Config, heads: range, window: int | None) -> Attention:

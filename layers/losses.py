@@ -16,7 +16,7 @@ VOCABULARY_PART = 4096
 # Logits whose softmax a CPU computes at once: 2 MB in float32, which stay in its cache.
 CACHED_LOGITS = 2**19
 
-# From logits [m, n_vocab], which it changes, and targets [m] to the targets' log-probabilities [m].
+# Maps logits [m, n_vocab], modified in place, and targets [m] to log-probabilities [m].
 Softmax = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -150,13 +150,13 @@ class RopeTable(nn.Module):
         """
         is_scaled = self.rope.scaling != "none"
         if is_scaled and document_positions is not None:
-            return self.of_documents(document_positions, following=length - end)
+            return self.rotation_by_document(document_positions, following=length - end)
         # without scaling, a longer table works too, and torch.compile need not recompile the model
         if length > self.length or (is_scaled and length != self.length):
             self.set(self.rope, length)
         return Rotation(self.cos[start:end], self.sin[start:end], self.score_scale)
 
-    def of_documents(self, positions: Tensor, following: int) -> Rotation:
+    def rotation_by_document(self, positions: Tensor, following: int) -> Rotation:
         """Return the rotations of tokens at positions [B, L], scaled for their documents' lengths.
 
         `following` is the number of tokens of the last document that come after the sequence.

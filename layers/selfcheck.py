@@ -12,10 +12,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention_paths.fused import launch, obstacle
+from attention_paths.fused import launch, unsupported_reason
 from attention_paths.module import Attention
 from attention_paths.reference import Context
-from attention_paths.varlen import varlen_obstacle
+from attention_paths.varlen import varlen_unsupported_reason
 from config import Config
 from errors import UserError
 from layers.documents import positions_in_documents
@@ -79,7 +79,7 @@ def check_kernels(
         accuracy = f", its kernels within {error:.1e} of the reference"
     facts["attention_path"] = " and ".join(sorted(path for path in by_path if by_path[path]))
     if say is not None:
-        why_slower = reasons(by_path, queries, context)
+        why_slower = why_not_faster(by_path, queries, context)
         say(f"attention path: {facts['attention_path']}{why_slower}{accuracy}")
     return facts
 
@@ -115,15 +115,18 @@ def check_layers(
     return max(errors), next(filter(None, problems), "")
 
 
-def reasons(by_path: dict[str, list[Attention]], queries: Tensor, context: Context) -> str:
+def why_not_faster(by_path: dict[str, list[Attention]], queries: Tensor, context: Context) -> str:
     """Say why layers do not take a faster path: " (not triton: this is cpu)"; "" if all do."""
     texts = []
+    why_not: str | None
     for path, layers in by_path.items():
         for layer in layers:
             if path == "blocked" and layer.impl == "auto":
-                texts.append(f" (not triton: {obstacle(layer, queries) or 'this is cpu'})")
+                why_not = unsupported_reason(layer, queries) or "this is cpu"
+                texts.append(f" (not triton: {why_not})")
             elif path != "varlen" and layer.prefers_varlen(queries, MANY_KEYS, context):
-                texts.append(f" (not varlen: {varlen_obstacle(layer, queries, MANY_KEYS)})")
+                why_not = varlen_unsupported_reason(layer, queries, MANY_KEYS)
+                texts.append(f" (not varlen: {why_not})")
     return "".join(dict.fromkeys(texts))
 
 
@@ -190,7 +193,7 @@ def relative_errors(
         exact = evaluate(layer, [x.float() for x in tensors], context)
         layer.impl = impl
         for name, value in computed.items():
-            # sharp weights make gradients nearly 0: those are relative to the output's gradient
+            # sharp weights make gradients nearly 0: their errors are relative to the output's
             size = max(exact[name].norm(), 1e-3 * tensors[3].float().norm())
             error = (value.float() - exact[name]).norm() / size
             errors[f"{name} with {described}"] = float(error)

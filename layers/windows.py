@@ -4,8 +4,6 @@ from typing import Any
 
 import torch.nn as nn
 
-from model import GPT
-
 
 def with_window(model: nn.Module) -> list[Any]:
     """Return the modules that have a `window`, as Attention has."""
@@ -18,18 +16,6 @@ def largest_window(model: nn.Module) -> int | None:
     if None in windows:
         return None
     return max(windows, default=None)
-
-
-def rope_sees_beyond(model: GPT, length: int) -> bool:
-    """Tell whether a head with RoPE sees more than its last `length` keys in any layer."""
-    for layer in model.attention_layers():
-        if layer.nope_heads == layer.n_head:
-            continue
-        *_, with_rope = layer.attentions()  # the last heads are those with RoPE
-        window = largest_window(with_rope)
-        if window is None or window > length:
-            return True
-    return False
 
 
 def limit_windows(model: nn.Module, window: int) -> None:

@@ -24,7 +24,6 @@ import shlex
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -39,7 +38,7 @@ from errors import UserError, first_line
 from layers.formulas import formulas_hash
 from model import GPT
 from optim import learning_rate
-from runtime.config_files import DATA_DIR, shown
+from runtime.config_files import DATA_DIR, format_value
 from runtime.device import environment, uncommitted
 from runtime.distributed import rank
 from runtime.files import atomic_write, convert, read_json, sha256_of, write_json
@@ -54,7 +53,7 @@ from runtime.run_folder import (
 
 # Learnable scalars of attention, which another variant may not have.
 SCALARS = ("s", "b", "p_n", "sink")
-# Settings that make a model's weights unusable for another model of the same names and shapes.
+# Settings that must agree to load weights, though they change no name or shape.
 NOT_IN_SHAPES = (
     "projections",
     "q_rank",
@@ -115,7 +114,7 @@ class Training:
     def restore(self, state: State, config: Config) -> None:
         """Copy a state into the model, its optimizers and the loss scaler, to train with a config.
 
-        Raises UserError where it does not fit them.
+        Raises UserError if it does not fit them.
         """
         try:
             self.model.load_state_dict(state.model)
@@ -149,7 +148,7 @@ def check_shapes(optimizer: torch.optim.Optimizer) -> None:
 # ---- writing ----
 
 
-class Beginning(msgspec.Struct):
+class StartRecord(msgspec.Struct):
     """What environment.json says of a run's beginning, as far as it was recorded."""
 
     formulas: str | None = None  # their hash
@@ -157,25 +156,25 @@ class Beginning(msgspec.Struct):
     changes: list[dict[str, Any]] = []  # where the run was resumed: steps, values before and after
 
 
-def began_in(run: Path) -> Beginning:
-    return read_json(run / "environment.json", Beginning) or Beginning()
+def read_start_record(run: Path) -> StartRecord:
+    return read_json(run / "environment.json", StartRecord) or StartRecord()
 
 
-def edited_formulas(run: Path, config: Config) -> str | None:
+def formulas_difference(run: Path, config: Config) -> str | None:
     """If attention.py has changed since a run began, return what the run used; else None."""
-    before = began_in(run).formulas
+    before = read_start_record(run).formulas
     if before is not None and before != formulas_hash(config):
-        return f"other formulas of {config.attention!r} than the code has now"
+        return f"formulas of {config.attention!r} that differ from the current code"
     return None
 
 
-def changed_data(run: Path, config: Config) -> str | None:
+def shards_difference(run: Path, config: Config) -> str | None:
     """If the shards in data_dir have changed since a run began, return what it used; else None.
 
-    Also None if the run records no shards, and if the folder is missing or
-    incomplete, which whatever reads the data will report.
+    Also None if the run recorded no shards, or if data_dir is missing or incomplete, which its
+    reader reports.
     """
-    before = began_in(run).data
+    before = read_start_record(run).data
     if "training shards" not in before:
         return None
     try:
@@ -184,11 +183,11 @@ def changed_data(run: Path, config: Config) -> str | None:
         return None
     changed = data_difference(before, now)
     if changed is not None:
-        return f"other {changed} than {config.data_dir} has now"
+        return f"{changed} that differ from {config.data_dir}"
     return None
 
 
-def write_header(
+def write_run_metadata(
     run: Path,
     config: Config,
     facts: dict,
@@ -204,17 +203,17 @@ def write_header(
     """
     copy_tokenizer(config.tokenizer, run)
     settings = config.as_dict()
-    if config.resume:  # it starts from no other weights than its checkpoint's
-        settings["init_from"] = first_weights(run)
+    if config.resume:  # the weights come from the checkpoint: keep the original init_from
+        settings["init_from"] = saved_init_from(run)
     write_json(run / "config.json", settings)
     with atomic_write(run / DATA_DIR, "w") as file:
         file.write(os.path.abspath(config.data_dir) + "\n")
     record = environment(config.device) | facts
     if resumed_at is not None:
-        edited = edited_formulas(run, config)
+        edited = formulas_difference(run, config)
         if edited is not None:
             print(f"warning: {run} began with {edited}", file=sys.stderr)
-        before = began_in(run)
+        before = read_start_record(run)
         record["formulas"] = before.formulas
         record["data"] = before.data
         record["changes"] = [change for change in before.changes if change["step"] < resumed_at]
@@ -246,8 +245,6 @@ class Saver:
     def __init__(self, run: Path, config: Config, resumed_at: int | None):
         self.run = run
         self.config = config
-        if resumed_at is not None and rank() == 0:
-            keep_later_best(run, resumed_at)
         last_intact = resumed_at or 0
         self.intact = [path for path in checkpoints(run) if step_of(path) <= last_intact]
         self.thread = ThreadPoolExecutor(1)
@@ -293,22 +290,13 @@ class Saver:
                 old.unlink()
 
 
-def keep_later_best(run: Path, resumed_at: int) -> None:
-    """Rename a best.pt that is later than the step of a resumed run, which may get a worse one."""
-    best = run / "best.pt"
-    with suppress(UserError):  # it is damaged
-        if best.is_file() and (step := load(best).step) > resumed_at:
-            kept = best.rename(run / f"best_{step:06d}.pt")
-            print(f"best.pt is of step {step}, after the checkpoint: it is {kept.name} now")
-
-
 # ---- what is there ----
 
 
 def should_resume(run: Path, resume: bool | str) -> bool:
     """Tell whether the run in a folder is resumed; with "auto" it is if it has a checkpoint.
 
-    Raises UserError where there is nothing to resume, or a new run would overwrite something. A run
+    Raises UserError if there is nothing to resume, or a new run would overwrite something. A run
     that ended before its first checkpoint was saved may be overwritten: it has no steps.
     """
     if checkpoints(run):
@@ -335,9 +323,9 @@ def should_resume(run: Path, resume: bool | str) -> bool:
     )
 
 
-def check_beginning(run: Path, init_from: str) -> None:
-    """Raise UserError where a run that is resumed began with other weights than `init_from`."""
-    began = first_weights(run)
+def check_init_from(run: Path, init_from: str) -> None:
+    """Raise UserError if a run that is resumed began with weights that differ from `init_from`."""
+    began = saved_init_from(run)
     if init_from and Path(init_from).resolve() != Path(began).resolve():
         weights = f"--init_from={began}" if began else "random weights"
         raise UserError(
@@ -346,7 +334,7 @@ def check_beginning(run: Path, init_from: str) -> None:
         )
 
 
-def first_weights(run: Path) -> str:
+def saved_init_from(run: Path) -> str:
     """The init_from that a run began with."""
     settings = read_json(run / "config.json", dict[str, Any]) or {}
     return settings.get("init_from", "")
@@ -366,7 +354,7 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Checkpo
     """Find the newest intact checkpoint of a run, or its best weights.
 
     A file whose checksums or content are wrong is reported on standard error, and the previous
-    checkpoint is used. `run` may also be the file of a checkpoint. Raises UserError where none is
+    checkpoint is used. `run` may also be the file of a checkpoint. Raises UserError if none is
     intact.
     """
     if is_checkpoint(run):
@@ -394,7 +382,7 @@ def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Checkpo
 def load(path: Path) -> State:
     """Read a checkpoint's content, memory-mapped: tensors are paged in lazily.
 
-    Nothing in the file is run as code. Raises UserError where it cannot be read.
+    Nothing in the file is run as code. Raises UserError if it cannot be read.
     """
     return convert(read_checkpoint(path), State, path)
 
@@ -402,8 +390,8 @@ def load(path: Path) -> State:
 def load_to_resume(run: Path, config: Config) -> State:
     """Load the latest checkpoint of a run that this config continues.
 
-    Raises UserError where the run was trained with settings that a resumed one may not change, and
-    where a longer or shorter run would have had another learning rate, but none is set.
+    Raises UserError if a setting changed that must not change on resume, and if a new max_iters
+    would change past learning rates and no schedule is given.
     """
     state = load(find(run, quiet=rank() > 0).path)
     now = settings_of(config)
@@ -433,7 +421,7 @@ def changes_since(state: State, config: Config) -> dict[str, tuple]:
 
 
 def check_rate(run: Path, config: Config, state: State) -> None:
-    """Raise UserError where a schedule would jump to another rate only because its end moves.
+    """Raise UserError if moving the schedule's end alone would make the learning rate jump.
 
     The message has two commands that continue the run, at the rate of its last step or, after a
     schedule that ended near 0, at a tenth of its peak.
@@ -454,7 +442,7 @@ def check_rate(run: Path, config: Config, state: State) -> None:
         words = ["python", "train.py", "--resume", str(run), f"--max_iters={config.max_iters}"]
         for key, value in settings.items():
             if value != before[key]:
-                words.append(f"--{key}={shown(value)}")
+                words.append(f"--{key}={format_value(value)}")
         commands.append(shlex.join(words))
     raise UserError(
         f"{run} followed a {schedule.schedule} schedule of {schedule.max_iters} steps up to step "

@@ -4,7 +4,6 @@ Nothing here imports torch, so that --help and error messages appear at once.
 """
 
 import ast
-import functools
 import hashlib
 import os
 import runpy
@@ -71,18 +70,18 @@ def load_config(arguments: list[str]) -> Config:
     values |= overrides
     config = Config(**values | pretrained_settings(values))
     return config.replace(
-        name=config.name or named(filter(None, names_given), overrides, ["attention", "p"]),
+        name=config.name or run_name(filter(None, names_given), overrides, ["attention", "p"]),
         out_dir=filled_out_dir(config) or default_out_dir(files, overrides, config),
         data_dir=find_data(config.data_dir),
     )
 
 
-def named(files: Iterable[str], settings: dict[str, Any], keys: Iterable[str]) -> str:
+def run_name(files: Iterable[str], settings: dict[str, Any], keys: Iterable[str]) -> str:
     """The names of config files, and the settings with these keys; "" without a file."""
     name = "_".join(files)
     if not name:
         return ""
-    assignments = [f"{key}={shown(settings[key])}" for key in keys if key in settings]
+    assignments = [f"{key}={format_value(settings[key])}" for key in keys if key in settings]
     return ",".join([name, *assignments]).replace(os.sep, "-")
 
 
@@ -92,10 +91,10 @@ def default_out_dir(files: Sequence[Path], settings: dict[str, Any], config: Con
     if not files:
         keys = [key for key in keys if key not in ("attention", "p")]  # they name the variant
     stems = [file.stem for file in files] or [config.variant_name]
-    return f"out/{shortened(named(stems, settings, keys), longest=100)}"
+    return f"out/{shorten(run_name(stems, settings, keys), longest=100)}"
 
 
-def shortened(name: str, longest: int = 55) -> str:
+def shorten(name: str, longest: int = 55) -> str:
     """A name that fits file systems: a longer one ends in a hash of all of it."""
     if len(name) <= longest:
         return name
@@ -103,7 +102,7 @@ def shortened(name: str, longest: int = 55) -> str:
     return f"{name[: longest - 9]}_{digest}"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A setting's value in a name: 7 for 7.0, none for an empty one."""
     return f"{value:g}" if isinstance(value, float) else str(value) or "none"
 
@@ -111,9 +110,8 @@ def shown(value: Any) -> str:
 def read_file(path: str) -> dict[str, Any]:
     """The settings that a config file assigns, or the settings of a run.
 
-    A config file may also import modules, and define functions and values of its own. Warns of a
-    value that it never uses, which may have been meant as a setting. Raises UserError for a name
-    that resembles a setting's.
+    A config file may also import modules, define functions, and compute values whose names begin
+    with an underscore. Raises UserError for a value with any other name that is no setting.
     """
     if os.path.isdir(path) or os.path.basename(path) == "config.json":
         return read_run(path.removesuffix("config.json"))
@@ -131,24 +129,13 @@ def read_file(path: str) -> dict[str, Any]:
         assigned = runpy.run_path(path)
     except (Exception, SystemExit) as error:
         raise UserError(f"config file {path} fails: {type(error).__name__}: {error}") from error
-    unused = names_only_assigned(Path(path))
     values = {}
     for key, value in assigned.items():
-        if key in SETTINGS:
+        is_helper = key.startswith("_") or isinstance(value, types.ModuleType) or callable(value)
+        if key in SETTINGS or not is_helper:
+            require_known_setting(key, path, "; names of your own begin with _")
             values[key] = value
-        elif not (key.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
-            if did_you_mean(key, SETTINGS, cutoff=0.8):
-                require_known_setting(key, path)
-            if key in unused:
-                warn_once(f"{path} sets {key!r}, which is neither a setting nor used in the file")
     return values
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Print a warning, however often a file is read, and by one of several ranks."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"warning: {message}", file=sys.stderr)
 
 
 def did_you_mean_run(path: str | Path) -> str:
@@ -163,19 +150,6 @@ def did_you_mean_run(path: str | Path) -> str:
     longer = [name for name in others if name.startswith(path.name)]
     near = nearest(path.name, longer, cutoff=0.0) or nearest(path.name, others)
     return "" if near is None else f"did you mean {path.parent / near}? "
-
-
-def names_only_assigned(path: Path) -> set[str]:
-    """The names that a Python file assigns but never reads."""
-    assigned = set()
-    read = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                assigned.add(name)
-            case ast.Name(id=name, ctx=ast.Load()):
-                read.add(name)
-    return assigned - read
 
 
 def read_run(folder: str) -> dict[str, Any]:
@@ -241,11 +215,12 @@ def find_data(data_dir: str) -> str:
     return data_dir
 
 
-def require_known_setting(key: str, where: str) -> None:
+def require_known_setting(key: str, where: str, advice: str = "") -> None:
     if key not in SETTINGS:
         hint = did_you_mean(key, SETTINGS)
         raise UserError(
-            f"{where} sets {key!r}, which is not a setting; {hint}python train.py --help lists them"
+            f"{where} sets {key!r}, which is not a setting; {hint}python train.py --help lists "
+            f"them{advice}"
         )
 
 
@@ -266,7 +241,7 @@ def filled_out_dir(config: Config) -> str:
     values = config.as_dict()
     for key, value in values.items():
         if isinstance(value, float):
-            values[key] = shown(value)
+            values[key] = format_value(value)
     try:
         return config.out_dir.format(**values)
     except (LookupError, ValueError, AttributeError, TypeError) as error:

@@ -10,9 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-import timeit
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,21 +151,6 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float16
 
 
-def bfloat16_speedup(width: int) -> float:
-    """Measure how many times as fast as in float32 this CPU multiplies matrices in bfloat16.
-
-    The matrices are those of an MLP of this width.
-    """
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.ones(1024, width, dtype=dtype)
-        weight = torch.ones(width, 4 * width, dtype=dtype)
-        multiply = partial(torch.matmul, x, weight)
-        # of this process's time: others do not count
-        seconds[dtype] = min(timeit.repeat(multiply, timer=time.process_time, repeat=3, number=1))
-    return seconds[torch.float32] / seconds[torch.bfloat16]
-
-
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """A context in which matrix products are computed in dtype."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
@@ -176,7 +159,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 def pick_compile(setting: bool | None, device: torch.device, slow: bool = False) -> bool:
     """Whether to compile the model: the setting or, if it is None, on CUDA unless it is slow.
 
-    Raises UserError where torch.compile would fail, without a compiler or Python's headers.
+    Raises UserError if torch.compile would fail, without a compiler or Python's headers.
     """
     if setting is None:
         setting = device.type == "cuda" and not slow

@@ -40,7 +40,7 @@ def process_group(device: torch.device, timeout: float, dry_run: bool = False) -
 
     If a rank dies, or keeps the others waiting for `timeout` seconds, their next collective raises
     RuntimeError (on a GPU, NCCL ends the process). A dry run may be a single process that has only
-    WORLD_SIZE. Raises UserError where torchrun's variables are incomplete.
+    WORLD_SIZE. Raises UserError if torchrun's variables are incomplete.
     """
     if rank() >= world_size():
         raise UserError(f"RANK = {rank()} must be below WORLD_SIZE = {world_size()}")
@@ -92,7 +92,7 @@ def all_gather(value: T) -> list[T]:
     return values
 
 
-def on_every_rank(call: Callable[[], T]) -> T:
+def raise_on_all_ranks(call: Callable[[], T]) -> T:
     """Call a function on every rank; if a rank's call raises UserError, all ranks raise it."""
     mistake = None
     try:

@@ -133,7 +133,7 @@ def convert(value: Any, type: Any, source: str | Path) -> Any:
 def read_pt(path: Path) -> Any:
     """Read a .pt file, memory-mapped: tensors are paged in lazily.
 
-    Nothing in the file is run as code. Raises UserError where it cannot be read.
+    Nothing in the file is run as code. Raises UserError if it cannot be read.
     """
     import torch
 

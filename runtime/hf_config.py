@@ -6,13 +6,13 @@ from typing import Any
 
 from errors import UserError, first_line
 from runtime.files import read_pt
-from runtime.nanogpt import NANOGPT, SIZES, as_ours, is_nanogpts
+from runtime.nanogpt import NANOGPT, SIZES, convert_checkpoint, is_nanogpt_checkpoint
 
 # Precedes the name or the folder of a Hugging Face GPT-2 in init_from.
 PRETRAINED = "hf:"
-# What transformers raises for a model that is not there or that it does not know.
+# Errors that transformers raises for a missing or unknown model.
 LOADING_ERRORS = (ImportError, OSError, ValueError, KeyError)
-# What its config must say.
+# Required values in the config of a Hugging Face GPT-2.
 GPT2 = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",
@@ -26,7 +26,7 @@ GPT2 = {
 def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
     """Return the sizes and positions of the GPT-2 in values["init_from"], if any.
 
-    Raises UserError where it cannot be read, it has another architecture than OpenAI's or
+    Raises UserError if it cannot be read, it has another architecture than OpenAI's or
     nanoGPT's, or `values` contradict it.
     """
     source = str(values.get("init_from"))  # not validated yet: it may have any type
@@ -49,7 +49,7 @@ def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def load_hf_config(source: str) -> Any:
-    """Load the config of hf:NAME or hf:FOLDER. Raises UserError where it cannot be loaded."""
+    """Load the config of hf:NAME or hf:FOLDER. Raises UserError if it cannot be loaded."""
     try:
         from transformers import AutoConfig
 
@@ -80,9 +80,9 @@ def sizes_of_nanogpt(source: str) -> dict[str, Any]:
     """Return the sizes of nanoGPT's ckpt.pt; its vocabulary where the ids are GPT-2's."""
     path = Path(source.removeprefix(NANOGPT))
     content = read_pt(path)
-    if not is_nanogpts(content):
+    if not is_nanogpt_checkpoint(content):
         raise UserError(f"{path} is no checkpoint of nanoGPT's train.py")
-    settings = as_ours(content, path)["config"]
+    settings = convert_checkpoint(content, path)["config"]
     sizes = {key: settings[key] for key in (*SIZES, "positions", "mlp")}
     if settings["tokenizer"] != "gpt2":
         del sizes["vocab_size"]  # a run has end-of-text too

@@ -21,8 +21,6 @@ from runtime.nanogpt import NANOGPT
 from runtime.run_folder import read_config
 
 if TYPE_CHECKING:  # importing torch takes seconds, and reading a log needs none of it
-    import torch
-
     from data.loader import Documents, Loader
     from model import GPT
     from runtime.checkpoint import Training
@@ -30,11 +28,6 @@ if TYPE_CHECKING:  # importing torch takes seconds, and reading a log needs none
 # Repeated tokens are worth less after about four epochs (Muennighoff et al. 2023, "Scaling
 # Data-Constrained Language Models").
 MANY_EPOCHS = 4
-# A factor on the learning rate between two steps that is worth a warning.
-MUCH_HIGHER = 1.5
-# Where bfloat16 on a CPU is worth a line: from this n_embd on, and for products this much faster.
-WIDE = 256
-WORTHWHILE = 1.5
 
 
 def say(text: str) -> None:
@@ -113,7 +106,7 @@ class Log:
         self.send(finite)
 
     def send(self, values: dict[str, float]) -> None:
-        """Send values to wandb, which joins those of one step, unless it already has the step."""
+        """Send values to wandb, which merges values of the same step; skip steps that it has."""
         if self.wandb and values["step"] >= self.wandb.starting_step:
             with self.without_wandb_on_error():
                 self.wandb.log(values, step=values["step"])
@@ -278,17 +271,17 @@ def describe(
     ]
     by_layer = windows_by_layer(training.model)
     if len(set(by_layer)) > 1:
-        lines.append(f"windows by layer: {', '.join(by_layer)}")
+        lines.append(f"attention windows by layer: {', '.join(by_layer)}")
     if loader is not None and config.align_documents:
         lines.append(
-            f"windows begin at a document: {loader.cropped:.1%} of the training tokens are cropped"
+            f"training sequences begin at a document: {loader.cropped:.1%} of the tokens "
+            "are cropped"
         )
     if loader is not None and loader.documents is not None:
         lines += describe_documents(loader.documents, has_windows=set(by_layer) != {"all"})
     for key, (before, now) in training.changes.items():
         lines.append(f"from step {training.step} on {key} = {now!r}, before {before!r}")
     lines += describe_initial(config)
-    lines += describe_jump(config, training)
     for key in ("window", "local_window"):
         keys = getattr(config, key)
         if keys is not None and keys >= config.block_size:
@@ -296,7 +289,6 @@ def describe(
                 f"warning: {key} = {keys} hides nothing at block_size = {config.block_size}"
             )
     lines += describe_warm_up(config)
-    lines += faster_dtype(config, training.device)
     if config.dry_run:
         checks = "all checks passed" if loader else "all checks passed except on the data"
         lines.append(f"dry run: {checks}; nothing was written")
@@ -328,44 +320,17 @@ def describe_initial(config: Config) -> list[str]:
     return lines
 
 
-def describe_jump(config: Config, training: "Training") -> list[str]:
-    """Return a warning for a resumed run whose changed schedule begins at a much higher rate."""
-    from optim import learning_rate
-
-    if training.step == 0 or training.step >= config.max_iters:
-        return []
-    before = config.replace(**{key: values[0] for key, values in training.changes.items()})
-    last = learning_rate(training.step - 1, before)
-    next_rate = learning_rate(training.step, config)
-    if next_rate <= MUCH_HIGHER * max(last, learning_rate(training.step, before)):
-        return []
-    return [f"warning: the learning rate jumps from {last:.2e} to {next_rate:.2e}"]
-
-
-def faster_dtype(config: Config, device: "torch.device") -> list[str]:
-    """Return a line for a run that bfloat16 would make faster on this CPU, by a measurement."""
-    from runtime.device import bfloat16_speedup
-
-    if config.dtype != "auto" or device.type != "cpu" or config.n_embd < WIDE:
-        return []
-    speedup = bfloat16_speedup(config.n_embd)
-    if speedup < WORTHWHILE:
-        return []
-    return [
-        "--dtype=bfloat16 would be faster: this CPU multiplies matrices of this width "
-        f"{speedup:.1f} times as fast in bfloat16 as in float32"
-    ]
-
-
 def describe_documents(documents: "Documents", has_windows: bool) -> list[str]:
     low, median, high = documents.n_quartiles
     limit = ", where no attention window limits it" if has_windows else ""
     lines = [
-        f"a window has {documents.per_window:.1f} documents on average; n, the keys of a row's "
-        f"document up to its own, is {low:,}, {median:,} and {high:,} at its quartiles{limit}"
+        f"a training sequence has {documents.per_window:.1f} documents on average; n, the keys "
+        f"that a row sees in its document, has quartiles {low:,}, {median:,} and {high:,}{limit}"
     ]
     for name in documents.shards_without:
-        lines.append(f"warning: no document begins in {name}: each of its windows is one document")
+        lines.append(
+            f"warning: no document begins in {name}: each of its sequences is one document"
+        )
     return lines
 
 

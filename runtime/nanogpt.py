@@ -8,7 +8,7 @@ from errors import UserError
 
 # Precedes the path of a ckpt.pt in init_from.
 NANOGPT = "nanogpt:"
-# What its vocabulary sizes stand for: GPT-2's ids, and these padded to a multiple of 64.
+# nanoGPT's vocab_size for GPT-2's tokenizer: exact, and padded to a multiple of 64.
 GPT2_SIZES = (BUILT_IN["gpt2"], 50304)
 # The settings of a model that have the same names in nanoGPT.
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
@@ -16,15 +16,15 @@ SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
 COMPILED = "_orig_mod."
 
 
-def is_nanogpts(content: Any) -> bool:
+def is_nanogpt_checkpoint(content: Any) -> bool:
     """Tell whether the content of a .pt file was written by nanoGPT's train.py."""
     return isinstance(content, dict) and "model_args" in content
 
 
-def as_ours(content: dict[str, Any], path: Path) -> dict[str, Any]:
+def convert_checkpoint(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the content of a ckpt.pt in this repository's checkpoint format: model, step, config.
 
-    Raises UserError where an entry is missing, and for ids that are not GPT-2's without their
+    Raises UserError if an entry is missing, and for ids that are not GPT-2's without their
     tokenizer.json beside the file.
     """
     try:
@@ -43,8 +43,8 @@ def as_ours(content: dict[str, Any], path: Path) -> dict[str, Any]:
         model = {}
         for key, x in content["model"].items():
             if not key.endswith(".attn.bias"):  # the mask of a torch without fused attention
-                name = our_name(key.removeprefix(COMPILED))
-                model[name] = padded(x) if name in ("wte.weight", "lm_head.weight") else x
+                name = rename_weight(key.removeprefix(COMPILED))
+                model[name] = pad_vocabulary(x) if name in ("wte.weight", "lm_head.weight") else x
         return {"model": model, "step": content["iter_num"], "config": settings}
     except (LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: no checkpoint of nanoGPT's train.py: {error!r}") from error
@@ -53,7 +53,7 @@ def as_ours(content: dict[str, Any], path: Path) -> dict[str, Any]:
 def tokenizer_of(vocab_size: int, path: Path) -> str:
     """Return what a checkpoint records of the tokenizer with so many ids.
 
-    Raises UserError where they are not GPT-2's, and tokenizer.json is not beside the checkpoint.
+    Raises UserError if they are not GPT-2's, and tokenizer.json is not beside the checkpoint.
     """
     if vocab_size in GPT2_SIZES:
         return "gpt2"
@@ -67,7 +67,7 @@ def tokenizer_of(vocab_size: int, path: Path) -> str:
     return identify(str(file))
 
 
-def our_name(key: str) -> str:
+def rename_weight(key: str) -> str:
     """Return our name of a weight of GPT-2 in nanoGPT and transformers."""
     name = key.removeprefix("transformer.").replace("h.", "trunk.blocks.", 1)
     if name.startswith(("trunk.", "wte.", "lm_head.")):
@@ -75,7 +75,7 @@ def our_name(key: str) -> str:
     return f"trunk.{name}"
 
 
-def padded(weight: Any) -> Any:
+def pad_vocabulary(weight: Any) -> Any:
     """Return weights [vocabulary, n_embd] with rows of 0 up to a multiple of 128, as GPT's."""
     import torch.nn.functional as F
 

@@ -19,13 +19,13 @@ from runtime.checkpoint import (
     settings_of,
 )
 from runtime.hf_config import PRETRAINED, pretrained_settings
-from runtime.nanogpt import NANOGPT, our_name
+from runtime.nanogpt import NANOGPT, rename_weight
 
 
 def load_initial(model: GPT, source: str) -> Checkpoint:
     """Copy the weights of a run, or of a Hugging Face or nanoGPT GPT-2, into the model.
 
-    Raises UserError where they cannot be loaded or do not fit.
+    Raises UserError if they cannot be loaded or do not fit.
     """
     if source.startswith(PRETRAINED):
         return load_gpt2(model, source)
@@ -38,7 +38,7 @@ def load_gpt2(model: GPT, source: str) -> Checkpoint:
     """Copy the weights of a GPT2LMHeadModel into the model, whatever its attention variant.
 
     A model of fewer positions takes the first. The attention's scalars, such as SSMax's s, keep
-    their initial values. Raises UserError where transformers or the weights are missing, or a
+    their initial values. Raises UserError if transformers or the weights are missing, or a
     setting differs.
     """
     settings = settings_of(model.config)
@@ -51,12 +51,12 @@ def load_gpt2(model: GPT, source: str) -> Checkpoint:
         raise UserError(f"{source} cannot be loaded: {first_line(error)}") from error
     renamed = {}
     for key, x in weights.items():
-        name = our_name(key)
+        name = rename_weight(key)
         if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             x = x.T  # transformers has them as [in, out]
         renamed[name] = x
     required = {key: settings[key] for key in ("tokenizer", "n_head")}
-    state = State(model=fitted(renamed, model), step=0, config=required)
+    state = State(model=resize_to_model(renamed, model), step=0, config=required)
     copy_weights(model, state, source)
     digest = hashlib.sha256()
     for key in sorted(weights):
@@ -68,12 +68,12 @@ def load_nanogpt(model: GPT, source: str) -> Checkpoint:
     """Copy the weights of nanoGPT's ckpt.pt into the model, as `load_gpt2`."""
     checkpoint = find(source.removeprefix(NANOGPT))
     state = load(checkpoint.path)
-    state.model = fitted(state.model, model)
+    state.model = resize_to_model(state.model, model)
     copy_weights(model, state, source)
     return checkpoint
 
 
-def fitted(weights: dict[str, Tensor], model: GPT) -> dict[str, Tensor]:
+def resize_to_model(weights: dict[str, Tensor], model: GPT) -> dict[str, Tensor]:
     """Return weights with as many rows of the vocabulary, and as many positions, as the model."""
     rows = len(model.wte.weight)
     sized = {}

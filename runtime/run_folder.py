@@ -11,7 +11,7 @@ from config import Config
 from errors import UserError
 from runtime.config_files import did_you_mean_run, find_data, saved_settings
 from runtime.files import convert, read_json, read_pt
-from runtime.nanogpt import as_ours, is_nanogpts
+from runtime.nanogpt import convert_checkpoint, is_nanogpt_checkpoint
 
 # The values that a Config may have.
 Settings = dict[str, None | bool | int | float | str]
@@ -27,7 +27,7 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
-def step(run: str | Path) -> int | None:
+def latest_step(run: str | Path) -> int | None:
     """Return the step of a run's newest checkpoint, None where there is none."""
     paths = checkpoints(run)
     return step_of(paths[0]) if paths else None
@@ -55,16 +55,16 @@ def no_checkpoint(run: str | Path) -> str:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint's content as `read_pt`, nanoGPT's in the form of ours.
 
-    Raises UserError where it cannot be read.
+    Raises UserError if it cannot be read.
     """
     content = convert(read_pt(path), dict[str, Any], path)
-    return as_ours(content, path) if is_nanogpts(content) else content
+    return convert_checkpoint(content, path) if is_nanogpt_checkpoint(content) else content
 
 
 def read_config(run: str | Path) -> Config:
     """Return the Config that a run, or the file of a checkpoint, was saved with.
 
-    Raises UserError where there is none or it is no longer valid.
+    Raises UserError if there is none or it is no longer valid.
     """
     if is_checkpoint(run):
         path = Path(run)

@@ -148,7 +148,7 @@ class MapOptions(LengthOptions, FilesOptions):
 
 
 def align(options: MapOptions, configs: Sequence[Config]) -> MapOptions:
-    """The options unchanged. Raises UserError where the runs have different numbers of chunks."""
+    """The options unchanged. Raises UserError if the runs have different numbers of chunks."""
     counts = {len(chunks(options, config)) for config in configs}
     if len(counts) > 1:
         raise UserError("learned positions end before a default length: give --lengths")

@@ -45,15 +45,15 @@ from typing import Any
 from config import Config, choices, names
 from errors import UserError, command
 from layers.heads import check_attention
-from runtime.config_files import load_config, parse, read_file, require_known_setting, shown
+from runtime.config_files import format_value, load_config, parse, read_file, require_known_setting
 from scripts.common.command_line import parse_lengths
-from scripts.common.labels import shortened
+from scripts.common.labels import shorten
 from scripts.eval_length import UNIT
 from scripts.recall import RecallOptions
 from scripts.reproduce import beside, kinds, metrics, pictures
 from scripts.reproduce.entries import FREE, Entry, Scale, open_scale, windows_at_scale
 from scripts.reproduce.measure import Experiment
-from scripts.reproduce.report import carry_out, work_parser
+from scripts.reproduce.report import build_parser, run_experiment
 
 # Settings that entries may differ in: losses on other data or at other lengths cannot be compared.
 COMPARABLE = {*names("attention", "model", "optimisation")} - {"block_size", "seed"}
@@ -65,7 +65,7 @@ NOTHING = "nothing to compare: give two configs, or a setting two values: --p=3,
 
 @command
 def main() -> None:
-    parser = work_parser("scripts.compare", __doc__, "settings: python train.py --help")
+    parser = build_parser("scripts.compare", __doc__, "settings: python train.py --help")
     parser.usage = "%(prog)s CONFIG.py[:VIEW] ... --scale SCALE [--SETTING=VALUE,VALUE ...]"
     parser.add_argument(
         "--lengths",
@@ -90,15 +90,16 @@ def main() -> None:
         raise UserError(f"--scale {options.scale!r} must be a file of configs/scales, or a FILE.py")
     scale = open_scale(name, options.out, task, free)
     entries = entries_of(scale, configs, grid)
-    experiment = with_beside(compared(scale, entries, task, options.lengths), scale, options)
+    experiment = build_experiment(scale, entries, task, options.lengths)
+    experiment = with_beside(experiment, scale, options)
     for sentence in scaled_windows(scale, entries):
         print(sentence)
     words = ["compare"]
     if task != "language":  # whose tables have names of their own
         words.append(task)
     words += [entry.name for entry in entries]
-    table = shortened("_".join(words).replace(":", "-"))
-    carry_out(table, experiment, scale, entries, options)
+    table = shorten("_".join(words).replace(":", "-"))
+    run_experiment(table, experiment, scale, entries, options)
 
 
 def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -164,7 +165,7 @@ def parse_entry(text: str) -> Entry:
 
 def with_settings(entry: Entry, settings: dict[str, Any]) -> Entry:
     """Return the entry with these settings, and with a run that is called by them."""
-    assignments = [f"{key}={shown(value)}" for key, value in settings.items()]
+    assignments = [f"{key}={format_value(value)}" for key, value in settings.items()]
     return replace(entry, run=",".join([entry.run, *assignments]), settings=settings)
 
 
@@ -183,7 +184,7 @@ def scaled_windows(scale: Scale, entries: tuple[Entry, ...]) -> list[str]:
     return list(dict.fromkeys(sentences))  # once for all views of a run
 
 
-def compared(
+def build_experiment(
     scale: Scale, entries: tuple[Entry, ...], task: str, lengths: tuple[int, ...] | None
 ) -> Experiment:
     """Choose the measurement by the task. Raises UserError without entries, and for a bad view."""
@@ -220,7 +221,7 @@ def compared(
 def with_beside(experiment: Experiment, scale: Scale, options: argparse.Namespace) -> Experiment:
     """Add the committed table that --beside names, or that is comparable.
 
-    Raises UserError where it is not, and for a single entry without such a table.
+    Raises UserError if it is not, and for a single entry without such a table.
     """
     table = None
     sentence = ""
@@ -239,7 +240,7 @@ def with_beside(experiment: Experiment, scale: Scale, options: argparse.Namespac
 
 
 def require_fixed(name: str, config: Config, scale: Config) -> None:
-    """Raise UserError where an entry has other data or another length than the scale."""
+    """Raise UserError if an entry has other data or another length than the scale."""
     for key in FIXED:
         value = getattr(config, key)
         expected = getattr(scale, key)

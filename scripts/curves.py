@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def read_steps(path: str | Path) -> Steps:
-    """Read the steps and validations of a run. Raises UserError where there are none."""
+    """Read the steps and validations of a run. Raises UserError if there are none."""
     steps = read_metrics(run_folder.folder_of(path))
     if not steps:
         raise UserError(f"{path}: its metrics.jsonl has no step yet")

@@ -116,7 +116,7 @@ def summarise(parts: dict[str, dict]) -> dict:
 def load_tasks(names: tuple[str, ...]) -> tuple[Any, dict[str, list]]:
     """The harness's TaskManager, and each name's tasks, or its group, with their data.
 
-    Raises UserError where the harness is missing, for an unknown name, and for data that cannot be
+    Raises UserError if the harness is missing, for an unknown name, and for data that cannot be
     read.
     """
     # bootstrap in one process: the default forks one for each core after CUDA has started

@@ -9,20 +9,19 @@ python -m scripts.eval_length hf:NAME_OR_FOLDER --files FILES --lengths 1024,409
 Prints a table and draws a curve for every run, loss_by_length.png. The third command is Figure 5 of
 SSMax, on all validation tokens: with --per_position the picture is loss_by_position.png instead.
 
-What a longer context is worth: every run is measured with a control, the same weights with plain
-RoPE, where each query of any layer sees at most the last T keys (T: the training length). Such a
-window costs nothing and keeps most models near their loss at T (models without positions may be
-harmed by it). Reading T tokens at a time has the loss at T, whatever the model. The gain from
-context is the lower of these two losses minus the run's loss, at the longest length: above 0 the
-model uses what lies beyond T tokens, below 0 it is hurt by it. --no_control leaves out the control,
-which takes half of the time.
+Every run is measured with a control: the same weights with plain RoPE, where a query of any layer
+sees at most the last T keys (T: the training length). This keeps most models near their loss at T,
+at no extra cost (models without positions may be harmed). A reader limited to T tokens therefore
+has the lower of two losses: the control's, or the loss at T. The gain from context is that loss
+minus the run's loss at the longest length: above 0 the model uses tokens beyond T, below 0 they
+hurt it. --no_control skips the control, which takes half of the time.
 
 With --whole_documents every window lies inside one document. Without it, a long window holds
 several unrelated documents.
 
-A run that was trained with --document_mask is measured twice: apart, with attention within
-documents as in training, and joined, without the mask. --documents both measures other runs in both
-ways too; --documents trained measures each run only in the way it was trained.
+A run trained with --document_mask is measured twice: "apart", with the mask as in training, and
+"joined", without it. --documents both does the same for other runs; --documents trained measures
+every run only as it was trained.
 
 A model of transformers (hf:) is measured on text files or --data_dir, with its own RoPE; --window
 sets the T of its control. docs/elsewhere.md says which models are supported.
@@ -37,20 +36,17 @@ settings. Lengths that it has are not measured again; new ones are added:
                                                         layer; null: all
     p                                                   of attention; null: none
     data_dir, tokens, dtype                             the first validation tokens of data_dir
-    parts                                               {"1024 tokens": {"length": 1024, "loss":
-                                                        mean in nats per token, "standard_error":
-                                                        over stretches of text as long as the least
-                                                        common multiple of the lengths; null: a
-                                                        single one, "by_stretch": their mean
-                                                        losses}}; of "1024 tokens by
-                                                        position" also "loss_by_position", the mean
-                                                        over windows for each position; of windows
-                                                        inside documents "1024 tokens in 4096 of
-                                                        whole documents", 4096 being the multiple of
-                                                        all lengths; with document_mask "1024 tokens
-                                                        apart" and "1024 tokens joined", and without
-                                                        it "1024 tokens apart" beside "1024 tokens"
     environment                                         of the latest update
+    parts                                               by name, such as
+
+        "1024 tokens": {"length": 1024, "loss": .., "standard_error": .., "by_stretch": [..]}
+
+        loss            mean, in nats per token
+        by_stretch      mean loss of each stretch, as long as the lengths' least common multiple
+        standard_error  over the stretches; null for a single stretch
+
+    Other names of parts: "1024 tokens apart", "1024 tokens joined", "1024 tokens by position" (it
+    has "loss_by_position" too), "1024 tokens in 4096 of whole documents" (of stretches of 4096).
 """
 
 import copy
@@ -109,9 +105,9 @@ class LossOptions(LengthOptions, ControlOptions):
     )
 
     def attentions(self, config: Config) -> tuple[str | None, ...]:
-        """How attention reads documents, first as in training: apart or joined; None: no mask.
+        """The maskings to measure, first as in training: "apart" (document mask), "joined" (none).
 
-        Raises UserError where a model cannot be measured within documents.
+        None: the run has no mask. Raises UserError if a model cannot be measured with the mask.
         """
         if self.whole_documents:
             return (None,)
@@ -194,7 +190,7 @@ def control(options: LossOptions, config: Config) -> LossOptions | None:
 
 
 def summarise(parts: dict[str, dict]) -> dict:
-    """The lengths, and the losses there; those of the other attention under `apart` or `joined`."""
+    """The lengths and losses; of the other masking they are under `apart` or `joined`."""
     summary: dict[str, Any] = {}
     for documents, group in by_attention(parts).items():
         losses = {
@@ -220,7 +216,7 @@ def by_attention(parts: dict[str, dict]) -> dict[str, list[dict]]:
 def align(options: LossOptions, configs: Sequence[Config]) -> LossOptions:
     """All runs at the same lengths, on the same tokens.
 
-    Raises UserError where the runs would be measured on different text.
+    Raises UserError if the runs would be measured on different text.
     """
     texts = {str(Path(options.data_dir or config.data_dir).resolve()) for config in configs}
     if len(texts) > 1:
@@ -238,14 +234,14 @@ def align(options: LossOptions, configs: Sequence[Config]) -> LossOptions:
 
 
 def require_same_data(runs: Sequence[Path]) -> None:
-    """Raise UserError where a run was trained on other data than the first, in the same folder."""
-    first = checkpoint.began_in(runs[0]).data
+    """Raise UserError if a run was trained on data that differ from the first run's."""
+    first = checkpoint.read_start_record(runs[0]).data
     for run in runs[1:]:
-        changed = data_difference(first, checkpoint.began_in(run).data)
+        changed = data_difference(first, checkpoint.read_start_record(run).data)
         if changed is not None:
             raise UserError(
-                f"{run} was trained on other {changed} than {runs[0]}, in a folder of the same "
-                "name: --data_dir DIR measures both on one text"
+                f"{run} was trained on {changed} that differ from {runs[0]}'s, in a folder of the "
+                "same name: --data_dir DIR measures both on one text"
             )
 
 
@@ -355,7 +351,7 @@ def print_losses(results: Results, title: str, whole_documents: bool) -> None:
     if has_gains:
         table[0].append("gain")
     errors = []
-    for label, losses in labelled(results):
+    for label, losses in table_rows(results):
         row = [label]
         row += [f"{loss:.4f}" for loss in losses["loss"]]
         if has_gains:
@@ -364,17 +360,17 @@ def print_losses(results: Results, title: str, whole_documents: bool) -> None:
         table.append(row)
         errors += losses["standard_error"]
     print_table(table, width=9)
-    if of_losses := error_range(errors):
-        print(f"{first['tokens']:,} tokens; standard error of a loss over this text: {of_losses}")
+    if loss_errors := error_range(errors):
+        print(f"{first['tokens']:,} tokens; standard error of a loss over this text: {loss_errors}")
     if has_gains:
         print(MEANING)
-    if of_gains := error_range(map(gain_error, results.values())):
-        print(f"standard error of a gain over this text: {of_gains}")
+    if gain_errors_text := error_range(map(gain_error, results.values())):
+        print(f"standard error of a gain over this text: {gain_errors_text}")
     for sentence in on_documents(results):
         print(sentence)
 
 
-def labelled(results: Results) -> Iterator[tuple[str, dict]]:
+def table_rows(results: Results) -> Iterator[tuple[str, dict]]:
     """The rows of the table: each run, then what was measured beside it."""
     for name, result in results.items():
         yield name, result
@@ -386,28 +382,30 @@ def labelled(results: Results) -> Iterator[tuple[str, dict]]:
 
 
 def on_documents(results: Results) -> list[str]:
-    """Sentences on attention within documents, where a loss is of it."""
+    """Sentences on which losses were measured with the document mask."""
     masked = [name for name, result in results.items() if is_masked(result)]
     others = [name for name in results if name not in masked]
     sentences = []
     if any(has_no_documents(result) for result in results.values()):
-        sentences.append("no document begins in this text: a loss apart is a loss joined")
+        sentences.append(
+            "no document begins in this text, so the document mask changes nothing: apart is joined"
+        )
     if any("apart" in result for result in results.values()):
-        sentences.append("apart: the same weights with attention within documents")
+        sentences.append("apart: the same weights, with the document mask")
     if masked:
-        sentences.append(f"apart, each document by itself, as in training: {', '.join(masked)}")
+        sentences.append(f"apart, with the document mask as in training: {', '.join(masked)}")
     if any("joined" in result for result in results.values()):
         sentences.append("joined: the same weights without the document mask")
     if masked and others:
         sentences.append(
-            f"trained and measured without the mask: {', '.join(others)}: such a loss is joined, "
-            "and cannot be compared with a loss apart"
+            f"{', '.join(others)}: trained and measured without the mask; do not compare this with "
+            "a loss apart"
         )
     return sentences
 
 
 def has_no_documents(result: dict) -> bool:
-    """Tell whether a loss within documents is of a text in which none begins."""
+    """Tell whether a loss with the document mask is of a text in which no document begins."""
     return any(part.get("document_starts") == 0 for part in result["parts"].values())
 
 

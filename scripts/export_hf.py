@@ -207,7 +207,7 @@ def transformers_tokenizer(config: Config) -> Any:
         tokenizer = byte_level_bpe(config.tokenizer)
     else:
         tokenizer = Tokenizer.from_file(config.tokenizer)
-    mark = get_tokenizer(config.tokenizer).mark
+    mark = get_tokenizer(config.tokenizer).eot_text
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=mark,

@@ -100,7 +100,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     """Fine-tune until the last step or a signal; returns whether a signal stopped it."""
     # ---- config: its errors come before the examples are read ----
     device = open_device(options.device)
-    base = Options().applied(run_folder.read_config(run))
+    base = Options().apply_to(run_folder.read_config(run))
     config = recipe(run, base, out, options)
 
     # ---- model ----
@@ -144,7 +144,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
         training.restore(state, config)
 
     # ---- loop ----
-    checkpoint.write_header(out, config, kernels, training.resumed_at, training.changes)
+    checkpoint.write_run_metadata(out, config, kernels, training.resumed_at, training.changes)
     write_json(out / "squad.json", data)
     say(
         f"{config.label}: {len(examples):,} examples "
@@ -189,7 +189,7 @@ def recipe(run: str, base: Config, out: Path, options: FineTuning) -> Config:
 def read_squad(path: str) -> list[Question]:
     """Read the questions of SQuAD's JSON that have an answer, each with its first answer.
 
-    Raises UserError where there is no such file, or it has another format.
+    Raises UserError if there is no such file, or it has another format.
     """
     content = read_json(path)
     if content is None:
@@ -212,7 +212,7 @@ def read_squad(path: str) -> list[Question]:
 def encode_all(questions: list[Question], config: Config) -> list[Example]:
     """Encode the questions whose example has at most block_size + 1 tokens.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     tokenizer = get_tokenizer(config.tokenizer)
     examples = []

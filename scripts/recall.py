@@ -181,7 +181,7 @@ def chance_curves(results: Results) -> list[Curve]:
     return curves
 
 
-def learned(result: dict) -> bool:
+def has_learned(result: dict) -> bool:
     """Whether the accuracy at the training length is high enough to ask what a length costs."""
     return accuracies(result)[result["trained_length"]] >= LEARNED_AT
 
@@ -222,7 +222,7 @@ def is_shown(result: dict, options: RecallOptions) -> bool:
         options.rope_theta,
         options.log_base,
     )
-    return learned(result) or any(opened)
+    return has_learned(result) or any(opened)
 
 
 def table_rows(name: str, result: dict, options: RecallOptions) -> list[list[str]]:

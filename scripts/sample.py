@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def read_prompt(prompt: str) -> str:
-    """The text of a prompt: itself or, as in nanoGPT, that of the file in FILE:PATH."""
+    """The prompt, or the content of the file for FILE:PATH, as in nanoGPT."""
     if not prompt.startswith("FILE:"):
         return prompt
     path = Path(prompt.removeprefix("FILE:"))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from attention import VARIANTS
 from attention_paths.check import check_variant
-from attention_paths.fused import variant_obstacle
+from attention_paths.fused import variant_unsupported_reason
 from attention_paths.reference import Context
 from layers.documents import positions_in_documents
 from layers.heads import build_attention
@@ -26,7 +26,7 @@ for variant in VARIANTS.values():
 def has_kernel(case):
     """Whether the kernels can compute a config's variant."""
     variant = VARIANTS[small_config(case).attention]
-    return not variant_obstacle(variant, head_size=64)
+    return not variant_unsupported_reason(variant, head_size=64)
 
 
 FUSED = [case for case in ATTENTIONS if has_kernel(case)]

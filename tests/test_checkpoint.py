@@ -56,20 +56,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(train, capsys, r
         checkpoint.find(folder, "best")
 
 
-def test_best_weights_after_the_step_of_a_resumed_run_are_kept(train, capsys):
-    """Its loss may never be as low again, as at half the learning rate after a divergence."""
-    folder = train("run", "--max_iters=6", "--eval_interval=1", "--checkpoint_interval=3")
-    best = saved(folder, "best")
-    assert best["step"] > 3
-    (folder / "step_000006.pt").unlink()
-    capsys.readouterr()
-    train("run", "--resume", "--max_iters=6", "--eval_interval=1", "--learning_rate=1e-5")
-    kept = folder / f"best_{best['step']:06d}.pt"
-    assert f"it is {kept.name} now" in capsys.readouterr().out
-    assert torch.load(kept)["best_val_loss"] == best["best_val_loss"]
-    assert saved(folder, "best")["best_val_loss"] > best["best_val_loss"]
-
-
 def test_a_resumed_run_knows_its_lowest_validation_loss(train):
     """Weights with a higher loss do not replace the best ones."""
     run = train("run", "--max_iters=3")

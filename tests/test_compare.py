@@ -198,7 +198,7 @@ def test_runs_of_other_data_are_not_paired(compared, commands, shards, tmp_path,
     shutil.copytree(moved, data)
     reverse_shards(data)
     run = tmp_path / "out/small/softmax/seed1337"
-    says = (f"{run} was trained with other training shards than {data} has now; move it away",)
+    says = (f"{run} was trained with training shards that differ from {data}; move it away",)
     refused(compared, SOFTMAX, ssmax, *arguments, says=says)
     assert not commands
     # without the data, the plan alone can be made
@@ -244,9 +244,7 @@ def test_data_that_change_between_two_runs_are_said(
     assert stop.value.code == 1
     assert len(commands) == 2
     printed = capsys.readouterr().out
-    assert (
-        f"softmax/seed1337 was trained with other training shards than {data} has now." in printed
-    )
+    assert f"softmax/seed1337 was trained with training shards that differ from {data}." in printed
     assert "| `softmax` |" not in printed
 
 

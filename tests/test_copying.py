@@ -61,7 +61,7 @@ def test_a_model_that_copies_and_what_a_window_hides(noise, tmp_path, window, wo
     """Passages of 4 tokens; the first token that is announced by two is the third."""
     run = stub_run(tmp_path, "bytes", Inducing(window))
     options = copying.CopyingOptions(data_dir=str(noise), lags=(32, 64), passages=8)
-    run = replace(run, config=options.applied(run.config))
+    run = replace(run, config=options.apply_to(run.config))
     chunks = copying.chunks(options, run.config)
     assert list(chunks) == ["4", "8", "12", "32", "64"]
     parts = {name: copying.measure(options, run, lag) for name, lag in chunks.items()}

@@ -184,7 +184,7 @@ def test_a_run_says_what_is_cropped_and_validates_on_the_same(train, documents, 
     printed = capsys.readouterr().out
     loader = AlignedLoader(documents, Batching(16, 8, 0), 257, 256)
     assert 0 < loader.cropped < 0.5
-    says = f"windows begin at a document: {loader.cropped:.1%} of the training tokens are cropped"
+    says = f"training sequences begin at a document: {loader.cropped:.1%} of the tokens are"
     assert says in printed
     assert metrics(aligned, "val_loss")[0] == metrics(stream, "val_loss")[0]
     assert metrics(aligned)[1] != metrics(stream)[1]
@@ -206,4 +206,4 @@ def test_text_in_turn_with_recall_is_aligned(train, documents, capsys):
     train("run", *settings, *longer, "--task=language+recall")
     printed = capsys.readouterr().out
     loader = AlignedLoader(documents, Batching(64, 8, 0), 257, 256)
-    assert f"{loader.cropped:.1%} of the training tokens are cropped" in printed
+    assert f"{loader.cropped:.1%} of the tokens are cropped" in printed

@@ -63,7 +63,7 @@ def test_marks_that_stay_text_are_counted(capsys):
     assert texts_of(rules.cut([text])) == ["one", "two"]
     rules.report()
     assert "warning" not in capsys.readouterr().out
-    rules = Rules("text", mark="</s>")  # of another tokenizer
+    rules = Rules("text", eot_text="</s>")  # of another tokenizer
     assert texts_of(rules.cut([text + "</s>"])) == [text + "</s>"]
     rules.report()
     assert "the text has </s> 1 times" in capsys.readouterr().out

@@ -118,7 +118,7 @@ def test_a_file_with_gpt2s_vocabulary_is_gpt2(gpt2_file):
     gpt2 = get_tokenizer("gpt2")
     assert from_file.n_vocab == 50257
     assert from_file.eot == 50256
-    assert from_file.mark == "<|endoftext|>"
+    assert from_file.eot_text == "<|endoftext|>"
     digest = hashlib.sha256(gpt2_file.read_bytes()).hexdigest()
     assert identify(str(gpt2_file)) == f"sha256:{digest}"
     assert identify("gpt2") == "gpt2"
@@ -136,7 +136,7 @@ def test_a_file_of_words(words_file):
     tok = get_tokenizer(str(words_file))
     assert tok.n_vocab == 7
     assert tok.eot == 6
-    assert tok.mark == "</s>"
+    assert tok.eot_text == "</s>"
     assert tok.encode("the cat sat </s>") == [1, 2, 3, 0]
     assert tok.decode([1, 2, 6]) == "the cat </s>"
     assert tok.encode("the " * 9) == [1] * 9

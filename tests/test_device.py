@@ -223,7 +223,7 @@ def test_a_repository_of_another_user(repository, monkeypatch):
 def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    checkpoint.write_header(run, Config(), {}, None, {})
+    checkpoint.write_run_metadata(run, Config(), {}, None, {})
     assert not device.environment()["modified"]
     assert not (run / "uncommitted.patch").exists()
     (repository / "notes.txt").write_text("not tracked, and no code")
@@ -233,17 +233,17 @@ def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     changed = b"one\nthree\xff\n"  # a diff is bytes, whatever a file holds
     (repository / "model.py").write_bytes(changed)
     (repository / "mine.py").write_text("attention = 'mine'\n")
-    checkpoint.write_header(run, Config(), {}, None, {})
+    checkpoint.write_run_metadata(run, Config(), {}, None, {})
     saved = json.loads((run / "environment.json").read_text())
     assert saved["modified"]
     assert saved["commit"] == device.environment()["commit"]
-    checkpoint.write_header(run, Config(resume=True), {}, 200, {})
+    checkpoint.write_run_metadata(run, Config(resume=True), {}, 200, {})
     patch = (run / "uncommitted.patch").read_bytes()
     assert (run / "uncommitted_000200.patch").read_bytes() == patch
     (repository / "mine.py").unlink()
     git(repository, "checkout", "model.py")
     # a start without changes does not hide those of an earlier one
-    checkpoint.write_header(run, Config(resume=True), {}, 400, {})
+    checkpoint.write_run_metadata(run, Config(resume=True), {}, 400, {})
     assert json.loads((run / "environment.json").read_text())["modified"]
     assert not (run / "uncommitted_000400.patch").exists()
     git(repository, "apply", run / "uncommitted.patch")

@@ -137,7 +137,7 @@ def test_ranks_that_read_different_data_all_end_with_the_same_words(shards, tmp_
         data = shutil.copytree(shards, node / "data")
         folders[rank] = {"chdir": node, "output": tmp_path / f"output{rank}"}
     shard = data / "text_train_000002.bin"
-    says = "error: data: rank 1 reads other training shards than rank 0: copy the same data "
+    says = "error: data: rank 1's training shards differ from rank 0's: copy the same data "
     if fault == "fewer":
         shard.unlink()
     elif fault == "edited":

@@ -331,9 +331,9 @@ def test_validation_is_within_documents_and_the_run_says_how_long_they_are(
     loader = TokenLoader(documents, Batching(16, 8, 0), 257)
     measured = loader.measure_documents(END)
     assert 3 < measured.per_window < 4
-    assert f"a window has {measured.per_window:.1f} documents on average" in printed
+    assert f"a training sequence has {measured.per_window:.1f} documents on average" in printed
     lower, median, upper = measured.n_quartiles
-    assert f"is {lower}, {median} and {upper} at its quartiles" in printed
+    assert f"quartiles {lower}, {median} and {upper}\n" in printed
     assert "warning" not in printed
 
 

@@ -1,7 +1,5 @@
 """What a run says before its first step, and that --dry_run writes nothing."""
 
-from runtime import device, log
-
 
 def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, capsys):
     out = train("run", "--dry_run", "--max_iters=7", "--val_tokens=10000")
@@ -38,24 +36,6 @@ def test_a_dry_run_lists_windows_that_differ_by_layer(train, capsys):
     assert "windows by layer" not in capsys.readouterr().out
     train("run", "--dry_run", "--nope_every=2", "--nope_share=0.5", "--local_window=4")
     assert "windows by layer: 4, all and 4\n" in capsys.readouterr().out
-
-
-def test_a_dry_run_names_a_faster_dtype(train, capsys, monkeypatch):
-    monkeypatch.setattr(log, "WIDE", 32)
-    hint = "--dtype=bfloat16 would be faster: this CPU multiplies matrices of this width 2.6 times"
-    for speedup, settings, is_named in (
-        (2.6, (), True),
-        (1.2, (), False),
-        (2.6, ("--dtype=float32",), False),
-        (2.6, ("--n_embd=16",), False),
-    ):
-        monkeypatch.setattr(device, "bfloat16_speedup", lambda width, speedup=speedup: speedup)
-        train("run", "--dry_run", *settings)
-        assert (hint in capsys.readouterr().out) == is_named
-
-
-def test_the_measured_speedup_of_bfloat16_is_a_ratio_of_times():
-    assert 0.01 < device.bfloat16_speedup(64) < 100
 
 
 def test_a_dry_run_before_the_data_are_made(train, capsys, tmp_path, refused):

@@ -165,7 +165,7 @@ def test_runs_trained_on_other_data_in_one_folder_are_not_measured_together(
     """And each of them is measured with a warning once its shards have changed."""
     data = shutil.copytree(shards, tmp_path / "data")
     first = train("first", "--max_iters=0", f"--data_dir={data}")
-    warning = f"was trained on other training shards than {data} has now"
+    warning = f"was trained on training shards that differ from {data}"
     call(eval_length, first, "--lengths=16")
     assert "warning" not in capsys.readouterr().err
     other = shutil.copytree(shards, tmp_path / "other")
@@ -177,7 +177,7 @@ def test_runs_trained_on_other_data_in_one_folder_are_not_measured_together(
     assert warning in capsys.readouterr().err
     second = train("second", "--max_iters=0", f"--data_dir={data}")
     arguments = (first, second, "--lengths=16")
-    says = f"{second} was trained on other training shards than {first}"
+    says = f"{second} was trained on training shards that differ from {first}"
     refused(call, eval_length, *arguments, says=says)
     call(eval_length, *arguments, f"--data_dir={data}")
 
@@ -285,8 +285,8 @@ def test_a_run_with_document_mask_is_measured_apart_and_joined(
     printed = re.sub("(?<=[a-z0-9]) +", " ", capsys.readouterr().out)
     for says in (
         f"  joined {parts['16 tokens joined']['loss']:.4f}",
-        "apart, each document by itself, as in training: ssmax, document_mask True\njoined: ",
-        "without the mask: softmax, document_mask False: such a loss",
+        "apart, with the document mask as in training: ssmax, document_mask True\njoined: ",
+        "softmax, document_mask False: trained and measured without the mask",
     ):
         assert says in printed
     result |= eval_length.summarise(parts)
@@ -307,7 +307,7 @@ def test_a_run_with_document_mask_is_measured_apart_and_joined(
         assert loss == direct_loss(plain, data, length, "dynamic_ntk", {"document_mask": True})
         assert loss != parts[f"{length} tokens{suffix}"]["loss"]
     printed = capsys.readouterr().out
-    assert "apart: the same weights with attention within documents\n" in printed
+    assert "apart: the same weights, with the document mask\n" in printed
     assert "as in training" not in printed
 
     tokens[:] = 7

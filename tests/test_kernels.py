@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 import attention
 import attention_paths.fused
 from attention import VARIANTS, Phi, Variant
-from attention_paths.fused import obstacle, variant_obstacle
+from attention_paths.fused import unsupported_reason, variant_unsupported_reason
 from attention_paths.reference import Context
 from data.tasks import TASKS
 from errors import UserError
@@ -530,14 +530,14 @@ def test_what_the_kernels_cannot_compute_is_refused(monkeypatch):
     with pytest.raises(UserError, match="Triton is not installed"):
         layer(q, q, q)
     without_kernel = Variant(Phi(torch.relu, kernel=None))
-    assert "no kernel" in variant_obstacle(without_kernel, 16)
-    assert "no kernel" in variant_obstacle(Variant(attention.EXPM1), 16)
+    assert "no kernel" in variant_unsupported_reason(without_kernel, 16)
+    assert "no kernel" in variant_unsupported_reason(Variant(attention.EXPM1), 16)
     shifted = Variant(attention.EXP, row_weights=attention.softpick)
-    assert "no kernel" in variant_obstacle(shifted, 16)
+    assert "no kernel" in variant_unsupported_reason(shifted, 16)
     own_rows = Variant(attention.EXPM1, row_weights=lambda z, rows: z.relu())
-    assert "whole rows" in variant_obstacle(own_rows, 16)
+    assert "whole rows" in variant_unsupported_reason(own_rows, 16)
     norm = Variant(attention.SIGMOID, norm=lambda rows: rows.n * rows.s, learnable=("s",))
-    assert "norm may be learned" in variant_obstacle(norm, 16)
+    assert "norm may be learned" in variant_unsupported_reason(norm, 16)
     for settings, message in (
         (
             ["--attention=softmax_inverse"],
@@ -558,7 +558,7 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch):
     q = SimpleNamespace(is_cuda=True, device=None, dtype=BFLOAT16, shape=(1, 2, 1, 16))
     layer = build("lssar_p15.py", 16)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    assert obstacle(layer, q) is None
+    assert unsupported_reason(layer, q) is None
     softmax = build("softmax.py", 16)
     assert softmax.path(q, 4) == "sdpa"
     # keys are in a cache, which varlen_attn does not take
@@ -566,16 +566,16 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch):
     assert softmax.path(q, 4, documents) == "triton"
     gpu.major = 7
     gpu.minor = 5
-    assert "8.0 or newer, and this is 7.5" in obstacle(layer, q)
+    assert "8.0 or newer, and this is 7.5" in unsupported_reason(layer, q)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "AMD" in obstacle(layer, q)
+    assert "AMD" in unsupported_reason(layer, q)
 
 
 def test_outputs_beyond_offsets_of_32_bits_take_another_path(monkeypatch):
     layer = build("lssar_p15.py", 16)
     q = torch.empty(1, 2, 2**26, 16, dtype=BFLOAT16, device="meta")
-    assert "2^31 numbers" in obstacle(layer, q)
-    assert obstacle(layer, q[:, :, 1:]) is None
+    assert "2^31 numbers" in unsupported_reason(layer, q)
+    assert unsupported_reason(layer, q[:, :, 1:]) is None
 
 
 # ---- without a GPU: block shapes and machine code ----

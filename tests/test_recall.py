@@ -451,7 +451,7 @@ def test_refusals():
     with pytest.raises(UserError, match="length 8 must be at least 16"):
         recall.identify(short, latest)
     with pytest.raises(UserError, match="task = 'recall', but this command"):
-        eval_length.LossOptions().applied(latest)
+        eval_length.LossOptions().apply_to(latest)
     batching = Batching(32, 8, 1)
     with pytest.raises(UserError, match="block_size = 32 must be at least 64"):
         RecallLoader("mqar", batching)

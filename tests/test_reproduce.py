@@ -21,6 +21,7 @@ from scripts import eval_length
 from scripts.common import planned
 from scripts.common.papers import LSSAR, SSMAX
 from scripts.reproduce import tables
+from scripts.reproduce.cost import duration
 from scripts.reproduce.entries import (
     FILES,
     SOFTMAX_BEFORE_F,
@@ -32,7 +33,6 @@ from scripts.reproduce.entries import (
     open_scale,
     with_p,
 )
-from scripts.reproduce.plan import duration
 from tests.helpers import measured_losses, not_blank, read_table, small_config
 from tests.runs import ROOT, wait_for
 
@@ -107,13 +107,13 @@ def test_a_signal_ends_the_training(scale, shards, tmp_path):
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     folder = tmp_path / "out/small/softmax/seed1337"
     try:
-        wait_for(lambda: (run_folder.step(folder) or 0) > 0, timeout=120)
+        wait_for(lambda: (run_folder.latest_step(folder) or 0) > 0, timeout=120)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == EXIT_STOPPED
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert 0 < run_folder.step(folder) < 5000
+    assert 0 < run_folder.latest_step(folder) < 5000
 
 
 def test_runs_of_other_processes_are_left_to_them(tmp_path, monkeypatch, capsys):
@@ -246,7 +246,7 @@ def test_the_swaps_of_ssmax(reproduced, scale, tmp_path, monkeypatch, refused):
         file.write("max_iters = 16\n")
     table = read_table(reproduced("swaps", "--log_interval=3"))
     small = tmp_path / "out/small"
-    steps = {path.name: run_folder.step(path / "seed1337") for path in small.iterdir()}
+    steps = {path.name: run_folder.latest_step(path / "seed1337") for path in small.iterdir()}
     assert steps == {"softmax": 16, "softmax_before_f": 14, "ssmax_e": 0, "ssmax_f": 2}
     config = run_folder.read_config(small / "ssmax_e/seed1337")
     mean_log = sum(math.log(n) for n in range(1, 17)) / 16
@@ -261,7 +261,7 @@ def test_the_swaps_of_ssmax(reproduced, scale, tmp_path, monkeypatch, refused):
     # a run that began with other weights is refused, and so is a run with other settings
     shutil.rmtree(small / "softmax")
     shutil.copytree(small / "softmax_before_f", small / "softmax")
-    refused(reproduced, "swaps", says=("other initial weights", f"{small}/softmax/seed"))
+    refused(reproduced, "swaps", says=("initial weights that differ", f"{small}/softmax/seed"))
     scale.write_text(scale.read_text().replace("learning_rate = 0.01", "learning_rate = 0.02"))
     refused(reproduced, "swaps", says="learning_rate = 0.01, not 0.02")
 

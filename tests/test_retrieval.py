@@ -26,7 +26,7 @@ def answers(tmp_path, monkeypatch):
         reader = Reader(get_tokenizer(name), pattern, change)
         monkeypatch.setattr(retrieval, "generate", reader)
         run = stub_run(tmp_path, name)
-        run = replace(run, config=options.applied(run.config))
+        run = replace(run, config=options.apply_to(run.config))
         values = {}
         for key, chunk in evaluation.chunks(options, run.config).items():
             values[key] = evaluation.measure(options, run, chunk)

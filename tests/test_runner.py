@@ -26,7 +26,7 @@ from scripts.common.labels import picture_path, run_names
 from scripts.common.options import EvaluationOptions, Options
 from scripts.common.planned import PlannedRun
 from scripts.common.runner import NO_TEXT
-from scripts.common.runs import load_run, rope_scaling
+from scripts.common.runs import load_run, open_model, rope_scaling
 from tests.helpers import measured_losses, reverse_shards, saved_run, small_config
 from tests.runs import ROOT
 from tests.test_source import forget_sources
@@ -102,9 +102,13 @@ def test_options_are_refused_in_a_sentence(option, message):
     ],
 )
 def test_another_variant_re_weights_only_where_it_is_asked_to(options, attention, p):
-    config = Options(**options).applied(Config(attention="lssar", p=15.0))
+    config = Options(**options).apply_to(Config(attention="lssar", p=15.0))
     assert config.attention == attention
     assert config.p == p
+
+
+def default_rope(config, options):
+    return rope_scaling(config, options, open_model(config, options.window))
 
 
 @pytest.mark.parametrize(
@@ -124,13 +128,13 @@ def test_another_variant_re_weights_only_where_it_is_asked_to(options, attention
     ],
 )
 def test_rope_is_scaled_where_a_head_sees_beyond_training(case, rope):
-    assert rope_scaling(small_config(case), Options()) == rope
+    assert default_rope(small_config(case), Options()) == rope
 
 
 def test_rope_is_not_scaled_where_the_window_of_an_evaluation_is_the_training_length():
-    config = Config(block_size=16)
-    assert rope_scaling(config, Options(window=16)) == "none"
-    assert rope_scaling(config, Options(window=17)) == "dynamic_ntk"
+    config = small_config("softmax.py")
+    assert default_rope(config, Options(window=16)) == "none"
+    assert default_rope(config, Options(window=17)) == "dynamic_ntk"
 
 
 # ---- opening a run ----
@@ -180,7 +184,8 @@ def test_a_run_that_saves_while_it_is_measured(tmp_path, shards):
         return eval_length.measure(options, opened, chunk)
 
     evaluation = replace(eval_length.EVAL_LENGTH, measure=save_too)
-    found = runner.measured(evaluation, eval_length.LossOptions(lengths=(32,), tokens=64), run)
+    options = eval_length.LossOptions(lengths=(32,), tokens=64)
+    found = runner.measure_or_load(evaluation, options, run)
     assert found["step"] == found["control"]["step"] == 7
 
 
@@ -258,7 +263,7 @@ def test_a_read_only_run_is_measured_beside_the_picture(
 @pytest.fixture
 def likeliest(tmp_path, monkeypatch):
     """The evaluation of the docstring of scripts.common.runner, in a file of any name."""
-    code = re.search(r"is a file with\n\n(.*?)\n\n`measured", runner.__doc__, re.S)[1]
+    code = re.search(r"is a file with\n\n(.*?)\n\n`measure_or_load", runner.__doc__, re.S)[1]
     (tmp_path / "my_file.py").write_text(textwrap.dedent(code))
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("my_file")
@@ -269,7 +274,7 @@ def test_the_documented_evaluation(run, call, likeliest, capsys):
     call(likeliest, run, "--tokens=256", "--device=cpu")
     printed = capsys.readouterr().out
     options = likeliest.LikeliestOptions(tokens=256, device="cpu")
-    result = runner.measured(likeliest.LIKELIEST, options, run)
+    result = runner.measure_or_load(likeliest.LIKELIEST, options, run)
     probability = result["parts"]["256 tokens"]["probability"]
     assert 0 < probability < 1
     assert printed == f"lssar_p3, 256 tokens: {probability:.4f}\n"
@@ -292,7 +297,7 @@ def test_an_evaluation_notices_other_shards_and_its_own_edits(shards, likeliest,
         evaluation = replace(
             likeliest.LIKELIEST, name=name, options=OptionsWithoutText, **functions
         )
-        runner.measured(evaluation, OptionsWithoutText(device="cpu"), run)
+        runner.measure_or_load(evaluation, OptionsWithoutText(device="cpu"), run)
         return len(json.loads((run / f"{name}.json").read_text()))
 
     without_text = {"name": "without_text", "identify": lambda options, config: NO_TEXT}
@@ -319,12 +324,12 @@ def test_a_measurement_with_another_tokenizer_is_not_taken(likeliest, words_file
         measure=lambda options, run, chunk: {"value": 1},
     )
     options = EvaluationOptions(device="cpu")
-    runner.measured(evaluation, options, run)
-    assert runner.stored(evaluation, options, run) is not None
+    runner.measure_or_load(evaluation, options, run)
+    assert runner.load_stored(evaluation, options, run) is not None
     (run / "tokenizer.json").write_text(words_file.read_text() + "\n")
-    assert runner.stored(evaluation, options, run) is None
+    assert runner.load_stored(evaluation, options, run) is None
     with pytest.raises(UserError, match="tokenizer sha256:.* do not fit"):
-        runner.measured(evaluation, options, run)
+        runner.measure_or_load(evaluation, options, run)
 
 
 def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
@@ -332,13 +337,13 @@ def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
     planned = PlannedRun(config.replace(out_dir=str(run)), [])
     assert planned.difference() is None
     other_formula()
-    assert planned.difference() == "other formulas of 'lssar' than the code has now"
+    assert planned.difference() == "formulas of 'lssar' that differ from the current code"
     load_run(run)
-    assert "was trained with other formulas of 'lssar'" in capsys.readouterr().err
+    assert "was trained with formulas of 'lssar'" in capsys.readouterr().err
     environment = json.loads((run / "environment.json").read_text())
     now = {"formulas": formulas_hash(config)}
-    checkpoint.write_header(run, config.replace(resume=True), now, planned.step, {})
-    assert "began with other formulas of 'lssar'" in capsys.readouterr().err
+    checkpoint.write_run_metadata(run, config.replace(resume=True), now, planned.step, {})
+    assert "began with formulas of 'lssar'" in capsys.readouterr().err
     now = json.loads((run / "environment.json").read_text())
     assert now["formulas"] == environment["formulas"]
 

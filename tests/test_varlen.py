@@ -16,7 +16,7 @@ from attention_paths.module import Attention
 from attention_paths.reference import NO_CONTEXT, Context
 from layers.build import build_model
 from layers.documents import positions_in_documents
-from layers.selfcheck import MANY_KEYS, check_kernels, reasons
+from layers.selfcheck import MANY_KEYS, check_kernels, why_not_faster
 from tests.helpers import small_config
 from tests.test_attention import (
     SDPA_CASES,
@@ -135,7 +135,7 @@ def test_the_path_of_softmax_on_a_gpu(monkeypatch):
         attn = build("softmax.py", "--n_embd=64", "--n_head=1", *settings)
         with FakeTensorMode():
             q = torch.empty(1, 1, queries, attn.head_size, device="cuda", dtype=dtype)
-        monkeypatch.setattr("attention_paths.module.obstacle", lambda *_: "not asked for")
+        monkeypatch.setattr("attention_paths.module.unsupported_reason", lambda *_: "not asked for")
         return attn.path(q, 300, context)
 
     assert path() == "sdpa"
@@ -168,7 +168,7 @@ def test_the_path_is_reported_with_why_it_is_not_varlen(settings, capability, re
     major, minor = capability
     gpu = SimpleNamespace(major=major, minor=minor)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr("attention_paths.module.obstacle", lambda *_: "not asked for")
+    monkeypatch.setattr("attention_paths.module.unsupported_reason", lambda *_: "not asked for")
     config = small_config("softmax.py", "--window=8", *settings)
     model = build_model(config)
     by_path = defaultdict(list)
@@ -181,7 +181,7 @@ def test_the_path_is_reported_with_why_it_is_not_varlen(settings, capability, re
         for layer in model.attention_layers():
             for attn in layer.attentions():
                 by_path[attn.path(queries, MANY_KEYS, context)].append(attn)
-        text = reasons(by_path, queries, context)
+        text = why_not_faster(by_path, queries, context)
     assert text == "" or text.count(" (not varlen: ") == 1
     assert reason in text and bool(reason) == bool(text)
 
@@ -195,7 +195,9 @@ def test_the_self_check_compares_it_with_the_reference(case, wider, path, monkey
     """A window that is one key wider is noticed, also if it hides no key of the check's lengths."""
 
     def by_varlen(layer, q, Lk, context):
-        return "varlen" if layer.impl == "auto" and q.shape[2] == Lk else "reference"
+        if layer.impl != "auto":
+            return layer.impl
+        return "varlen" if q.shape[2] == Lk else "reference"
 
     def attn(*tensors, window_size, **options):
         left, right = window_size

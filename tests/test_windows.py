@@ -13,9 +13,9 @@ from layers.windows import largest_window, limit_windows
 from model import Block, SelfAttention, Trunk
 from scripts import eval_length
 from scripts.common.options import Options
-from scripts.common.runs import needs_scaling, rope_scaling
+from scripts.common.runs import rope_scaling
 from scripts.common.validation import checked_tokens
-from tests.helpers import ROWS, measured_losses, saved_run, small_config, small_model
+from tests.helpers import ROWS, measured_losses, saved_run, small_model
 
 LENGTH = 64  # four times the training length
 LENGTHS = (f"--lengths=16,{LENGTH}", "--tokens=256")
@@ -156,10 +156,8 @@ def test_windows_set_in_code_decide_whether_rope_is_scaled(window_of_layer, rope
         self.attention.window = window_of_layer(layer)
 
     monkeypatch.setattr(SelfAttention, "add_attention", add_attention)
-    needs_scaling.cache_clear()
-    config = small_config("swa.py --window=4")
-    assert rope_scaling(config, Options()) == rope
-    needs_scaling.cache_clear()
+    model = small_model("swa.py --window=4")
+    assert rope_scaling(model.config, Options(), model) == rope
 
 
 def test_attention_that_ignores_the_window_has_no_control(

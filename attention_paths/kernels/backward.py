@@ -62,7 +62,7 @@ def backward_rows(
         if C.P > 0:
             offset = tiles.load_statistic(STATS, tiles.OFFSET, head, rows, L)
             t = tiles.reweighted(a, gain, offset)
-            dz = (tiles.power_less_one(t, C) * dz - coupled) * gain
+            dz = (tiles.power_p_minus_1(t, C) * dz - coupled) * gain
         tiles.store_statistic(DSINK, 0, dz * slope, head, rows, L)
     dout = dout * factor[:, None]
     tiles.store(SCALED, head, rows, L, dout, C)
@@ -122,7 +122,7 @@ def gradients(y, dp, bias, key_bias, terms, visible, OPTIONAL, F, C, MASKED):
     a, slope = F.phi(y)
     if C.P > 0:
         t = tiles.reweighted(a, terms.gain, terms.offset)
-        u = tiles.power_less_one(t, C)
+        u = tiles.power_p_minus_1(t, C)
         A = u * t
         dz = (u * (dp - terms.delta) - terms.coupled) * slope * terms.gain
     else:
@@ -153,18 +153,21 @@ def row_spans(head, block, past, Lq, Lk, ROW_ENDS, C, M, N):
     """The spans of tiles of M rows, for a block of N keys."""
     begin = tl.maximum(block * N - past, 0) // M * M
     # the first block of rows that all see all of these keys, unless the edge hides some
-    full = tl.cdiv(tl.maximum(block * N + N - 1 - past, 0), M) * M
-    whole = Lq
+    unmasked_begin = tl.cdiv(tl.maximum(block * N + N - 1 - past, 0), M) * M
+    unmasked_end = Lq
     last = Lq
     if C.WINDOW is not None:
         end = block * N - past + C.WINDOW  # of the rows that see the first of these keys
-        whole = tl.minimum(tl.maximum(end, 0) // M * M, Lq)
+        unmasked_end = tl.minimum(tl.maximum(end, 0) // M * M, Lq)
         last = tl.minimum(end + N - 1, Lq)
     if ROW_ENDS is not None:  # of the first of these keys and of the last
         last_key = tl.minimum(block * N + N, Lk) - 1
-        whole = tl.minimum(whole, tiles.load_scalar(ROW_ENDS, head, block * N) // M * M)
+        first_end = tiles.load_scalar(ROW_ENDS, head, block * N)
+        unmasked_end = tl.minimum(unmasked_end, first_end // M * M)
         last = tl.minimum(last, tiles.load_scalar(ROW_ENDS, head, last_key))
-    return (full, whole), (begin, tl.minimum(full, last)), (tl.maximum(full, whole), last)
+    diagonal = (begin, tl.minimum(unmasked_begin, last))
+    edge = (tl.maximum(unmasked_begin, unmasked_end), last)
+    return (unmasked_begin, unmasked_end), diagonal, edge
 
 
 @triton.jit(do_not_specialize=tiles.UNSPECIALISED)

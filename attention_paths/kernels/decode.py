@@ -97,7 +97,7 @@ def decode_values(
     v_matrix = tiles.matrix_of(V, head.b, head.h // GROUP)
     Y = Y + head.bh.to(tl.int64) * Lk
 
-    # ---- the row's shift and gain, from those of all chunks ----
+    # ---- the row's shift and gain, combined over all chunks ----
     chunks = tl.arange(0, MAX_CHUNKS)
     exists = chunks < tl.num_programs(1)
     CHUNKS += head.bh.to(tl.int64) * tl.num_programs(1) * 3 + chunks * 3
@@ -136,7 +136,7 @@ def decode_values(
     total_w = 0.0
     if C.P > 0 and OPTIONAL.sink is not None:  # in the first chunk's sum alone
         t_sink = tiles.reweighted(a_sink, gain, offset)
-        total_w += tl.where(chunk == 0, tiles.power_less_one(t_sink, C) * t_sink, 0.0)
+        total_w += tl.where(chunk == 0, tiles.power_p_minus_1(t_sink, C) * t_sink, 0.0)
     begin, end = chunk_span(head, chunk, chunk_size, Lk, OPTIONAL, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N, num_stages=3):
         keys = start + tl.arange(0, BLOCK_N)
@@ -145,7 +145,7 @@ def decode_values(
             a = relu(a - tl.exp2(shift))[0]
         if C.P > 0:
             t = tiles.reweighted(a, gain, offset)
-            w = tiles.power_less_one(t, C) * t + 0 * gain  # NaN for a gain of NaN
+            w = tiles.power_p_minus_1(t, C) * t + 0 * gain  # NaN for a gain of NaN
             # the row's sum is at least 1, so what is left out is below float32 rounding
             skip = w * Lk <= 2.0**-24
         else:

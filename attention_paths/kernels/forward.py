@@ -193,7 +193,7 @@ def forward_two_stages(
     if OPTIONAL.sink is not None:
         a_sink = F.phi(y_sink)[0]
         t_sink = tiles.reweighted(a_sink, gain, offset)
-        total_u = tiles.power_less_one(t_sink, C)
+        total_u = tiles.power_p_minus_1(t_sink, C)
         total_w = total_u * t_sink
     for SPAN in tl.static_range(3 if C.EDGE else 2):
         begin, end = block.spans[SPAN]
@@ -204,7 +204,7 @@ def forward_two_stages(
             t = tiles.reweighted(a, gain[:, None], offset[:, None])
             if SPAN > 0:
                 t = tl.where(visible_in(block, keys, first_key, C), t, 0.0)
-            u = tiles.power_less_one(t, C)
+            u = tiles.power_p_minus_1(t, C)
             w = u * t
             total_w += tl.sum(w, 1)
             v = tiles.load(block.v, keys, Lk, C)

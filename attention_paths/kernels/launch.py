@@ -376,7 +376,7 @@ def backward(
     learns_bias: bool,
     **choices: Any,
 ) -> Gradients:
-    """The Gradients, from that of `forward`'s first output, all of its outputs, and its inputs."""
+    """Return the Gradients, from dout and the outputs and inputs of `forward`."""
     inputs = Inputs(*tensors)
     q = inputs.q
     B, H, Lq, _ = q.shape

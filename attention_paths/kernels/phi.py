@@ -85,7 +85,7 @@ def softplus16(y):
 
 
 @triton.jit
-def product_less_one(q, r):
+def product_minus_1(q, r):
     """(1 + q) (1 + r) - 1, without losing the digits of small q and r."""
     return q + r + q * r
 
@@ -98,7 +98,7 @@ def softplus_total(y):
     instead of one per key. The product is at most 2 to the number of keys, which for 128 keys is
     infinite in float32.
     """
-    q = tl.reduce(exp2_of_minus_abs(y), 1, product_less_one)
+    q = tl.reduce(exp2_of_minus_abs(y), 1, product_minus_1)
     logarithm = tl.where(q <= 1, log2_of_1_plus(q), tl.log2(1 + q))
     logarithm = tl.minimum(logarithm, 1.0 * y.shape[1], propagate_nan=NAN)
     return tl.sum(tl.maximum(y, 0.0), 1) + logarithm
@@ -178,7 +178,7 @@ class Function(NamedTuple):
 
     # from argument * z to value * phi(z) and phi'(z)
     function: triton.JITFunction
-    # What is added to all y of a row, from its largest y; multiplies the function by exp2(shift).
+    # Maps a row's largest y to a shift of all its y; multiplies the function by exp2(shift).
     shift: triton.JITFunction | None = None
     # The sum of the function over each row of a tile, where a faster way exists. The function must
     # be increasing.
@@ -194,7 +194,7 @@ class Function(NamedTuple):
 
 IN_LOG2 = dict(argument=LOG2_E.value, smooth=True)
 SOFTPLUS = dict(shift=shift_out_of_tail, total=softplus_total, value=LOG2_E.value, **IN_LOG2)
-# By the name that attention.Phi.kernel has. NAME16, if it exists, takes 16-bit inputs.
+# Keyed by attention.Phi.kernel. NAME16, if present, is used for 16-bit inputs.
 PHIS = {
     "exp": Function(exp, shift_to_top, **IN_LOG2),
     "sigmoid": Function(sigmoid, shift_out_of_tail, **IN_LOG2),

@@ -178,7 +178,7 @@ def dot(a, b, C, acc=None):
 # ---- which keys a row sees ----
 # Each loop over tiles visits them in two or three spans. Span 0 has the tiles that every row of a
 # block sees entirely, and needs no mask; span 1 has the tiles on the diagonal; span 2, with EDGE,
-# has those on the edge of the window or of documents. A span is the first position of its first
+# has the tiles on the edge of the window or of documents. A span is the first position of its first
 # tile and the end of its positions.
 
 
@@ -206,20 +206,21 @@ def row_block(Q, K, V, H, GROUP, Lq, Lk, OPTIONAL, C, M, N):
     rows = block * M + tl.arange(0, M)
     q = load(matrix_of(Q, head.b, head.h), rows, Lq, C)
     first = block * M + past  # the first row's position among the keys
-    full = (first + 1) // N * N
+    unmasked_end = (first + 1) // N * N
     begin = 0
-    whole = 0
+    unmasked_begin = 0
     if C.WINDOW is not None:
         begin = tl.maximum(first + 1 - C.WINDOW, 0)
-        whole = tl.maximum(first + M - C.WINDOW, 0)
+        unmasked_begin = tl.maximum(first + M - C.WINDOW, 0)
     if OPTIONAL.first_key is not None:  # of the first row and of the last
         last_row = tl.minimum(block * M + M, Lq) - 1
         begin = tl.maximum(begin, load_scalar(OPTIONAL.first_key, head, block * M))
-        whole = tl.maximum(whole, load_scalar(OPTIONAL.first_key, head, last_row))
+        unmasked_begin = tl.maximum(unmasked_begin, load_scalar(OPTIONAL.first_key, head, last_row))
     if C.EDGE:
         begin = begin // N * N
-        whole = tl.minimum(tl.cdiv(whole, N) * N, full)
-    spans = (whole, full), (full, tl.minimum(first + M, Lk)), (begin, whole)
+        unmasked_begin = tl.minimum(tl.cdiv(unmasked_begin, N) * N, unmasked_end)
+    diagonal = (unmasked_end, tl.minimum(first + M, Lk))
+    spans = (unmasked_begin, unmasked_end), diagonal, (begin, unmasked_begin)
     return RowBlock(head, past, rows, q, k, v, spans)
 
 
@@ -314,7 +315,7 @@ def reweighted(a, gain, offset):
 
 
 @triton.jit
-def power_less_one(t, C):
+def power_p_minus_1(t, C):
     """t^(P - 1) for t >= 0, and 0 at t = 0."""
     if C.P == 1:
         return tl.where(t > 0, 1.0, 0.0)

@@ -80,7 +80,7 @@ def parse(
 ) -> tuple[AnyOptions, Any]:
     """A dataclass of options from the command line, and the `arguments`, which are not its fields.
 
-    Raises UserError where a number is beyond its limits.
+    Raises UserError if a number is beyond its limits.
     """
     parser = Parser(description=(kind.__doc__ or "").split("\n\n")[0])
     for name, settings in arguments.items():

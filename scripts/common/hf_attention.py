@@ -20,7 +20,7 @@ from errors import UserError
 
 NAME = "tiles"  # of the attention, in config._attn_implementation
 QUERIES = 256
-# What SDPA in transformers leaves out: a soft cap of the scores, and learned sinks.
+# Features that transformers' SDPA lacks: a soft cap of the scores, and learned sinks.
 EAGER_ONLY = ("softcap", "s_aux")
 
 # The mask of a kind of layers: from the numbers of queries and of keys, and the first query, to
@@ -33,7 +33,7 @@ class Tiles:
     """How the attention layers of a model compute, and what records the weights of some."""
 
     window: int | None = None  # the most last keys that a query sees in any layer
-    # By layer what gets the weights [B, H, queries, L] of each tile, and which keys are visible.
+    # called for each tile of a layer with its weights [B, H, queries, L] and the visible keys
     recorders: dict[nn.Module, Callable[[Tensor, Tensor], None]] = field(default_factory=dict)
 
 
@@ -56,7 +56,7 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def lazy_mask(**options: Any) -> MakeMask | None:
-    """What a model's layers get as their mask: a function; None where it is causal, no more."""
+    """Return a function that makes the layers' mask; None if the mask is just causal."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     if options["mask_function"] is causal_mask_function and options["attention_mask"] is None:

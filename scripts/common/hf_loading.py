@@ -67,7 +67,7 @@ class CausalLM:
         """Return a layer's attention weights [B, H, L, L] for idx [B, L], and its rows' keys [L].
 
         The weights are reduced as by evaluation.layer_attention_weights; the keys are the number
-        that each row sees. Raises UserError where the layer does not show its weights.
+        that each row sees. Raises UserError if the layer does not show its weights.
         """
         rows: list[Tensor] = []  # of each tile
         keys: list[Tensor] = []
@@ -102,7 +102,7 @@ class CausalLM:
 def load_model(config: ModelConfig, options: Options, device: torch.device) -> CausalLM:
     """Load a model's weights onto a device, in evaluation mode.
 
-    Raises UserError where that fails, and where the model cannot be measured in this way.
+    Raises UserError if that fails, and where the model cannot be measured in this way.
     """
     from transformers import AutoModelForCausalLM
 
@@ -128,7 +128,7 @@ def load_model(config: ModelConfig, options: Options, device: torch.device) -> C
 def scaled_config(config: ModelConfig, options: Options) -> Any:
     """The config of transformers, with the RoPE scaling of the options if there is one.
 
-    Raises UserError where the model has no RoPE, and where transformers has no such scaling or has
+    Raises UserError if the model has no RoPE, and where transformers has no such scaling or has
     to know its factor.
     """
     options.check_rope(config)
@@ -194,7 +194,7 @@ def check_logits(model: CausalLM, config: ModelConfig) -> None:
 
 
 def check_window(model: CausalLM, config: ModelConfig) -> None:
-    """Raise UserError where the model's layers see more than a window shows them.
+    """Raise UserError if the model's layers see more than a window shows them.
 
     With a window of 2 the last position of n layers depends on the last n + 1 inputs.
     """

@@ -88,7 +88,7 @@ def folder_of(run: AnyRun) -> Path:
 def read_model(name: str, trained_length: int | None) -> ModelConfig:
     """Read the config of hf:NAME or hf:FOLDER.
 
-    The training length is by default max_position_embeddings. Raises UserError where there is none,
+    The training length is by default max_position_embeddings. Raises UserError if there is none,
     and where the model cannot be loaded.
     """
     source = name.removeprefix(PRETRAINED).rstrip("/")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from config import LEARNED
 from runtime import run_folder
-from runtime.config_files import shortened, shown
+from runtime.config_files import format_value, shorten
 
 # The longest label of a run, in characters.
 LONGEST_LABEL = 40
@@ -28,7 +28,7 @@ def run_names(paths: Sequence[str | Path]) -> list[str]:
         words = [config.label] if show_names else []
         for key in differing:
             if key not in ("attention", "p"):
-                words.append(f"{key} {shown(getattr(config, key))}")
+                words.append(f"{key} {format_value(getattr(config, key))}")
         labels.append(", ".join(words))
     if len(set(labels)) == len(labels) and len(max(labels, key=len)) <= LONGEST_LABEL:
         return labels
@@ -83,4 +83,4 @@ def picture_path(paths: Sequence[str | Path], name: str) -> Path:
         inside = Path(path).resolve().relative_to(folder)  # empty for a single run
         if inside.parts:
             words.append("-".join(inside.parts).removesuffix(".pt"))
-    return folder / f"{shortened('_'.join(words))}.png"
+    return folder / f"{shorten('_'.join(words))}.png"

@@ -51,7 +51,7 @@ class Options(LoadingOptions):
     p: float | None = option(None, "another power of the re-weighting")
     attention_impl: str = option("auto", "attention path", choices=choices("attention_impl"))
 
-    def applied(self, config: Config) -> Config:
+    def apply_to(self, config: Config) -> Config:
         """A run's config with the attention path, the variant and the p of the options.
 
         The path is always the options': the run's own was chosen for the machine that trained it.

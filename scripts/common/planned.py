@@ -36,7 +36,7 @@ class PlannedRun:
     @property
     def step(self) -> int | None:
         """The step of the latest checkpoint; None without one."""
-        return run_folder.step(self.folder)
+        return run_folder.latest_step(self.folder)
 
     @property
     def finished(self) -> bool:
@@ -81,27 +81,29 @@ class PlannedRun:
     def difference(self) -> str | None:
         """Say how the run in the folder differs from this plan; None where it does not.
 
-        It may have other settings, other initial weights, other data, or other formulas.
+        It may have different settings, initial weights, data or formulas.
         """
         if self.step is None:
             return None
         saved = comparable(run_folder.read_config(self.folder))
         planned = comparable(self.config)
-        began = checkpoint.began_in(self.folder)
-        # the same data may lie in several folders: changed_data compares them
+        began = checkpoint.read_start_record(self.folder)
+        # the same data may lie in several folders: shards_difference compares them
         compares_data = bool(began.data) and Path(self.config.data_dir).exists()
         for key in LEARNED:
             if saved[key] != planned[key] and not (key == "data_dir" and compares_data):
                 return f"{key} = {saved[key]!r}, not {planned[key]!r}"
         for change in began.changes:
-            for key in change.keys() - {"step"} - FREE_ON_RESUME:
+            changed = sorted(change.keys() - {"step"} - FREE_ON_RESUME)
+            if changed:
+                key = changed[0]
                 return f"{key} = {change[key][1]!r} from step {change['step']} on"
         if self.base is not None:
             began_with = read_json(self.folder / "began_with.json")
             if self.base.step is None or began_with != checkpoint.find(self.base.folder).id:
-                return f"other initial weights than {self.base.folder} has now"
-        other_data = checkpoint.changed_data(self.folder, self.config)
-        return other_data or checkpoint.edited_formulas(self.folder, self.config)
+                return f"initial weights that differ from {self.base.folder}"
+        shards = checkpoint.shards_difference(self.folder, self.config)
+        return shards or checkpoint.formulas_difference(self.folder, self.config)
 
 
 def comparable(config: Config) -> dict:

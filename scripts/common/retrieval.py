@@ -44,7 +44,7 @@ class RetrievalOptions(LengthOptions):
 
 
 def check_prompts(config: Config, lengths: Sequence[int], shortest: int) -> None:
-    """Raise UserError where a length is too long for the model or too short for a prompt."""
+    """Raise UserError if a length is too long for the model or too short for a prompt."""
     check_lengths(config, lengths)
     if min(lengths) < shortest:
         raise UserError(

@@ -53,7 +53,7 @@ and in scripts.reproduce. A command, `python FILE.py RUN` in the repository's fo
     if __name__ == "__main__":
         main()
 
-`measured(LIKELIEST, LikeliestOptions(tokens=50), "out/softmax")` measures a run only once: a
+`measure_or_load(LIKELIEST, LikeliestOptions(tokens=50), "out/softmax")` measures a run only once: a
 measurement is stored with the facts that identify it, and looked up by them. These are the run's
 checkpoint and how it was opened, the formulas of its attention, its validation shards, and what
 `identify` adds. If other code has changed since, a message says so.
@@ -90,7 +90,7 @@ from scripts.common.hf_models import (
 from scripts.common.labels import common_folder, picture_path, run_names
 from scripts.common.options import EvaluationOptions, Options
 from scripts.common.plots import save_picture
-from scripts.common.runs import Run, find_weights, load_run, model_facts, run_facts, window_of
+from scripts.common.runs import Run, find_weights, load_run, model_facts, outline, run_facts
 
 # Modules left out of the code hash: they change no number, or the formulas' hash has them.
 NOT_HASHED = ("config", "errors", "runtime", "attention")
@@ -123,12 +123,12 @@ class Evaluation(Generic[OptionsType]):
     measure: Callable[[OptionsType, Run, Any], dict]
     # Prints a table of the results, and returns pictures by name.
     show: Callable[[OptionsType, Results], dict[str, Figure]]
-    # What identifies a measurement besides its run, the validation text and how the run is opened.
-    # Raises UserError where a run with this config cannot be measured.
+    # Facts that identify a measurement, besides the run, how it is opened and the validation text.
+    # Raises UserError if a run with this config cannot be measured.
     identify: Callable[[OptionsType, Config], dict] = lambda options, config: {}
     # The options with which several runs have comparable results.
     align: Callable[[OptionsType, Sequence[Config]], OptionsType] = lambda options, configs: options
-    # The options of another measurement of the run, which this one is compared with, if any.
+    # The options of the control measurement, or None.
     control: Callable[[OptionsType, Config], OptionsType | None] = lambda options, config: None
     # Values that a measurement has besides its parts, computed from them.
     summarise: Callable[[dict[str, dict]], dict] = lambda parts: {}
@@ -142,16 +142,16 @@ class Evaluation(Generic[OptionsType]):
 
 def check_evaluation(evaluation: Evaluation, options: EvaluationOptions, trained: Config) -> None:
     """Raise UserError, before a run with this config is trained, if it cannot be measured."""
-    config = options.applied(trained)
+    config = options.apply_to(trained)
     check_attention(config)
     options.check_rope(config)
     identity(evaluation, options, config)  # last, as it may take a download
 
 
 def identity(evaluation: Evaluation, options: EvaluationOptions, config: Config) -> dict:
-    """What identifies a measurement of a run with this config, along with `run_facts`.
+    """Return the facts that, with `run_facts`, identify a measurement of a run with this config.
 
-    If the validation shards change, they are measured again, unless `identify` returns NO_TEXT.
+    New validation shards mean a new measurement, unless `identify` returns NO_TEXT.
     """
     facts = {"tokenizer": config.tokenizer_id}
     evaluation_facts = evaluation.identify(options, config)
@@ -176,35 +176,36 @@ def code_hash(evaluation: Evaluation) -> str:
 # ---- measuring a run once ----
 
 
-def measured(
+def measure_or_load(
     evaluation: Evaluation[OptionsType],
     options: OptionsType,
     path: AnyRun,
     file: Path | None = None,
     weights: Checkpoint | None = None,
 ) -> dict:
-    """A run's measurement, as `stored` returns it, after measuring what is missing.
+    """Return a run's measurement; measure what is missing first.
 
-    `file` is its results file, if that is not in its folder, and `weights` are those of
-    `find_weights`, if they are known.
+    `file` is the results file, by default in the run's folder, and `weights` the result of
+    `find_weights`, if known.
     """
     file = file or results_file(evaluation, path)
     # a run in training saves newer checkpoints: its control is measured with the same one
     weights = weights or find_weights(path, options)
-    result = None if options.again else stored(evaluation, options, path, file, weights)
+    result = None if options.again else load_stored(evaluation, options, path, file, weights)
     if result is None:
         measure_missing(evaluation, options, load_run(path, options, weights), file)
         control = evaluation.control(options, read_config(path))
         if control is not None:
-            measured(evaluation, control, path, file, weights)
-        result = stored(evaluation, options, path, file, weights)
+            measure_or_load(evaluation, control, path, file, weights)
+        result = load_stored(evaluation, options, path, file, weights)
         assert result is not None  # all of it has been measured
-    if is_of_other_code(evaluation, result) or is_of_other_code(evaluation, result.get("control")):
+    control_result = result.get("control")
+    if has_outdated_code(evaluation, result) or has_outdated_code(evaluation, control_result):
         print(f"{folder_of(path)}: measured with other code; --again repeats it")
     return result
 
 
-def is_of_other_code(evaluation: Evaluation, result: dict | None) -> bool:
+def has_outdated_code(evaluation: Evaluation, result: dict | None) -> bool:
     """Whether a part of a measurement was made by another version of the evaluation."""
     if result is None:
         return False
@@ -229,7 +230,7 @@ def measure_missing(
         store(file, facts, name, values, code, environment(options.device))
 
 
-def stored(
+def load_stored(
     evaluation: Evaluation[OptionsType],
     options: OptionsType,
     path: AnyRun,
@@ -241,12 +242,12 @@ def stored(
     The measurement of its control, if there is one, is the entry `control`.
     """
     trained = read_config(path)
-    config = options.applied(trained)
+    config = options.apply_to(trained)
     if isinstance(path, ModelConfig):
         facts = model_facts(path, options)
     else:
         weights = weights or checkpoint.find(path, options.checkpoint)
-        facts = run_facts(trained, weights, options, window_of(config, options.window))
+        facts = run_facts(trained, weights, options, outline(config, options.window))
     facts |= identity(evaluation, options, config)
     file = file or results_file(evaluation, path)
     result = find_measurement(read_measurements(file), facts)
@@ -260,7 +261,7 @@ def stored(
     control = evaluation.control(options, trained)
     if control is None:
         return result
-    control_result = stored(evaluation, control, path, file, weights)
+    control_result = load_stored(evaluation, control, path, file, weights)
     return None if control_result is None else result | {"control": control_result}
 
 
@@ -276,7 +277,7 @@ def results_file(evaluation: Evaluation, path: AnyRun, out: Path | None = None) 
 
 
 def copy_measurements(source: Path, file: Path) -> None:
-    """Add to a results file, in a folder that may be new, what another one has besides."""
+    """Copy the measurements that `file` lacks from `source`, and create the folder of `file`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     measurements = read_measurements(file)
     for measurement in read_measurements(source):
@@ -287,19 +288,19 @@ def copy_measurements(source: Path, file: Path) -> None:
 
 
 def read_measurements(file: Path) -> list[dict]:
-    """The measurements in a results file. Raises UserError where it holds something else."""
+    """The measurements in a results file. Raises UserError if it holds something else."""
     return read_json(file, list[dict[str, Any]]) or []
 
 
 def find_measurement(measurements: list[dict], facts: dict) -> dict:
     """The newest measurement that these facts identify; empty if there is none."""
     for measurement in reversed(measurements):
-        if is_of(measurement, facts):
+        if matches(measurement, facts):
             return measurement
     return {}
 
 
-def is_of(measurement: dict, facts: dict) -> bool:
+def matches(measurement: dict, facts: dict) -> bool:
     """Whether a measurement has these facts."""
     for key, value in facts.items():
         # the same data may lie in several folders: the hash tells them apart
@@ -311,7 +312,7 @@ def is_of(measurement: dict, facts: dict) -> bool:
 def store(file: Path, facts: dict, name: str, values: dict, code: str, made: dict) -> None:
     """Add a chunk to the measurement that these facts identify; `made` is its environment.
 
-    An interrupted command continues from there. Other processes may add to the same file.
+    An interrupted command continues after it. The lock lets other processes add to the same file.
     """
     # a lock of its own: a run may be evaluated while it trains
     with locked(file.parent / ".results.lock", "storing results"):
@@ -360,10 +361,10 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
         results = {}
         for name, run in runs.items():
             file = results_file(evaluation, run, out)
-            own_file = results_file(evaluation, run)
-            if file != own_file:  # of a read-only run
-                copy_measurements(own_file, file)
-            results[name] = measured(evaluation, options, run, file, weights[name])
+            default_file = results_file(evaluation, run)
+            if file != default_file:  # of a read-only run
+                copy_measurements(default_file, file)
+            results[name] = measure_or_load(evaluation, options, run, file, weights[name])
         pictures = evaluation.show(options, results)
         for name, run in runs.items():
             figure = evaluation.draw_run(options, run, weights[name], results[name])

@@ -15,11 +15,11 @@ import torch
 from tqdm import tqdm
 
 from config import Config
-from evaluation import check_windows
+from evaluation import check_windows, rope_sees_beyond
 from layers.build import build_model
 from layers.formulas import formulas_hash
 from layers.selfcheck import check_kernels
-from layers.windows import largest_window, limit_windows, rope_sees_beyond
+from layers.windows import largest_window, limit_windows
 from model import GPT
 from runtime import checkpoint, run_folder
 from runtime.checkpoint import Checkpoint
@@ -54,7 +54,7 @@ def load_run(
 ) -> Run:
     """Load a run, or the .pt file of a checkpoint, or a model of transformers, for evaluation.
 
-    `weights` are those of `find_weights`, if they are known. Raises UserError where the run or the
+    `weights` are the result of `find_weights`, if known. Raises UserError if the run or the
     device is missing.
     """
     options = options or Options()
@@ -70,14 +70,14 @@ def load_run(
     else:
         weights = weights or checkpoint.find(path, options.checkpoint)
         model, facts = load_trained(path, trained, options, device, weights)
-    config = options.applied(trained)
+    config = options.apply_to(trained)
     return Run(folder_of(path), config, model, device, options.torch_dtype, facts)
 
 
 def find_weights(path: AnyRun, options: Options) -> Checkpoint | None:
     """The checkpoint of a run, whose file is read as a whole; None for a model of transformers.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     return None if isinstance(path, ModelConfig) else checkpoint.find(path, options.checkpoint)
 
@@ -90,10 +90,11 @@ def load_trained(
     weights: Checkpoint,
 ) -> tuple[GPT, dict]:
     """Load a run that was trained with this config: its model, and `run_facts`."""
-    config = options.applied(trained)
+    config = options.apply_to(trained)
     model = open_model(config, options.window).to(device).eval()
     check_kernels(model, config, options.torch_dtype)
-    scaling = rope_scaling(config, options)
+    options.check_rope(config)
+    scaling = rope_scaling(config, options, model)
     model.scale_rope(scaling, options.rope_factor, options.rope_theta)
     model.scale_scores(options.log_base)
     checkpoint.copy_weights(model, checkpoint.load(weights.path), weights.path)
@@ -101,13 +102,13 @@ def load_trained(
         with autocast(device, options.torch_dtype):
             check_windows(model, options.window)
     folder = run_folder.folder_of(path)
-    edited = checkpoint.edited_formulas(folder, trained)
+    edited = checkpoint.formulas_difference(folder, trained)
     if edited:
         print(f"warning: {path} was trained with {edited}", file=sys.stderr)
-    changed = checkpoint.changed_data(folder, trained)
+    changed = checkpoint.shards_difference(folder, trained)
     if changed:
         print(f"warning: {path} was trained on {changed}", file=sys.stderr)
-    return model, run_facts(trained, weights, options, largest_window(model))
+    return model, run_facts(trained, weights, options, model)
 
 
 def open_model(config: Config, limit: int | None) -> GPT:
@@ -118,49 +119,37 @@ def open_model(config: Config, limit: int | None) -> GPT:
     return model
 
 
+@functools.cache  # the runs of a table are looked up several times
 def outline(config: Config, limit: int | None) -> GPT:
-    """The model of `open_model` without weights."""
+    """The model of `open_model` without weights, which takes a second to build."""
     with torch.device("meta"):
         return open_model(config, limit)
 
 
-@functools.cache  # the runs of a table are looked up several times
-def window_of(config: Config, limit: int | None) -> int | None:
-    """The largest window of any layer of the model of `open_model`; None: its queries see all."""
-    return largest_window(outline(config, limit))
-
-
-def rope_scaling(config: Config, options: Options) -> str:
-    """The RoPE scaling of a run with this config: "none" also for a run without RoPE.
+def rope_scaling(config: Config, options: Options, model: GPT) -> str:
+    """The RoPE scaling of a run with this config and model: "none" also for a run without RoPE.
 
     The default is Dynamic NTK if a head with RoPE sees farther than in training. If windows hide
-    what is farther, as in hybrids, scaling would only change what was learned. Raises UserError as
-    `Options.check_rope`.
+    what is farther, as in hybrids, scaling would only change what was learned.
     """
-    options.check_rope(config)
     if options.rope is not None:
         return options.rope
-    is_scaled = config.positions == "rope" and needs_scaling(config, options.window)
-    return "dynamic_ntk" if is_scaled else "none"
-
-
-@functools.cache
-def needs_scaling(config: Config, limit: int | None) -> bool:
-    """Whether a head with RoPE of the model of `open_model` sees beyond the training length."""
-    return rope_sees_beyond(outline(config, limit), config.block_size)
+    if config.positions == "rope" and rope_sees_beyond(model, config.block_size):
+        return "dynamic_ntk"
+    return "none"
 
 
 def run_facts(
     trained: Config,
     weights: Checkpoint,
     options: Options,
-    window: int | None,
+    model: GPT,
 ) -> dict:
     """What every measurement records about its run, its checkpoint and how the run was opened.
 
-    `window` is the largest of the model; looking it up without the weights takes a second.
+    `model` may be without weights: its windows count.
     """
-    config = options.applied(trained)
+    config = options.apply_to(trained)
     variant = trained.variant_name
     if options.attention is not None:
         variant += f" as {options.attention}"
@@ -171,11 +160,11 @@ def run_facts(
         "checkpoint": options.checkpoint,
         **weights.id,
         "trained_length": config.block_size,
-        "rope": rope_scaling(config, options),
+        "rope": rope_scaling(config, options, model),
         "rope_factor": options.rope_factor,
         "rope_theta": options.rope_theta,
         "log_base": options.log_base,
-        "window": window,
+        "window": largest_window(model),
         "p": config.p,
         "dtype": str(options.torch_dtype).removeprefix("torch."),
         "attention_impl": options.attention_impl,

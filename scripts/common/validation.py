@@ -48,8 +48,8 @@ class TextOptions(EvaluationOptions):
 
     data_dir: str | None = option(None, "shards to use instead of the run's")
 
-    def applied(self, config: Config) -> Config:
-        config = super().applied(config)
+    def apply_to(self, config: Config) -> Config:
+        config = super().apply_to(config)
         return config.replace(data_dir=find_data(self.data_dir or config.data_dir))
 
 
@@ -59,8 +59,8 @@ class FilesOptions(TextOptions):
 
     files: list[str] | None = option(None, "text files to measure hf: models on", **FILES)
 
-    def applied(self, config: Config) -> Config:
-        config = super().applied(config)
+    def apply_to(self, config: Config) -> Config:
+        config = super().apply_to(config)
         if isinstance(config, ModelConfig):
             return config.with_text(self.files or [], self.data_dir)
         if self.files:
@@ -125,7 +125,7 @@ def accuracies(measurement: dict) -> dict[int, float]:
 
 
 def check_lengths(config: Config, lengths: Iterable[int]) -> None:
-    """Raise UserError where a length is beyond the learned positions of a run with this config."""
+    """Raise UserError if a length is beyond the learned positions of a run with this config."""
     length = max(lengths)
     if config.longest is not None and length > config.longest:
         name = "max_position_embeddings" if isinstance(config, ModelConfig) else "block_size"
@@ -147,7 +147,7 @@ def stretches(
     `unit` is the least common multiple of the lengths; the last token of a stretch is a target
     only. The stretches follow one another from the first token on, `wanted` tokens at most. With
     `whole_documents` each lies inside one document, and all validation tokens are searched. Raises
-    UserError where there is none, or where the run's learned positions end before a length.
+    UserError if there is none, or where the run's learned positions end before a length.
     """
     check_lengths(config, lengths)
     unit = math.lcm(*lengths)

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 
 from errors import check_choice, command
 from scripts.reproduce.entries import Entry, open_scale
-from scripts.reproduce.report import carry_out, work_parser
+from scripts.reproduce.report import build_parser, run_experiment
 from scripts.reproduce.tables import EXPERIMENTS
 
 
 @command
 def main() -> None:
     names = "\n".join(f"  {name:16} {EXPERIMENTS[name].title}" for name in EXPERIMENTS)
-    parser = work_parser(
+    parser = build_parser(
         "scripts.reproduce",
         __doc__,
         "NAME is one of the following; settings of train.py that do not change what is learned, "
@@ -40,7 +40,7 @@ def main() -> None:
     if options.only:
         chosen = choose(experiment.entries, options.only.split(","))
     scale = open_scale(options.scale, options.out, experiment.task, settings)
-    carry_out(options.name, experiment, scale, chosen, options)
+    run_experiment(options.name, experiment, scale, chosen, options)
 
 
 def choose(entries: Sequence[Entry], names: Sequence[str]) -> tuple[Entry, ...]:

@@ -27,7 +27,7 @@ NOT_RECORDED = ("data_dir", "val_sha256", "tokenizer")
 def conditions(scale: Scale) -> dict:
     """Return what decides whether the runs of two tables can be compared.
 
-    Raises UserError where the scale's data are missing.
+    Raises UserError if the scale's data are missing.
     """
     config = scale.config
     settings = settings_of(config)
@@ -64,7 +64,7 @@ def find(scale: Scale, experiment: Experiment) -> tuple[dict | None, str]:
 
 
 def open_beside(folder: str, scale: Scale, experiment: Experiment) -> dict:
-    """Return the table in a folder. Raises UserError where it cannot be compared."""
+    """Return the table in a folder. Raises UserError if it cannot be compared."""
     table = read_json(Path(folder, "table.json"))
     if table is None:
         raise UserError(f"--beside {folder}: there is no table.json")
@@ -82,7 +82,7 @@ def open_beside(folder: str, scale: Scale, experiment: Experiment) -> dict:
 def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
     """Say what a table has that cannot be compared with the experiment; None if it can.
 
-    Raises UserError where the scale's data are missing.
+    Raises UserError if the scale's data are missing.
     """
     if experiment.evaluation is None:
         return f"is of {scale.config.task}, whose runs are compared by their last validation alone"
@@ -100,7 +100,7 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
         if name != "text" and before["data"].get(name) != value:  # not every folder has `text`
             return f"was trained on other {name}, by their hash"
     options = experiment.options(scale.config)
-    measured = identity(experiment.evaluation, options, options.applied(scale.config))
+    measured = identity(experiment.evaluation, options, options.apply_to(scale.config))
     if has_both_losses(table):
         return "has runs with document_mask and without"
     length = scale.config.block_size

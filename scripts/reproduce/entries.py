@@ -177,7 +177,7 @@ SSMAX_PROBE = Entry("ssmax_probe", FILES["ssmax_probe"], scaled=probe_steps)
 
 
 def t6_blocks(scale: Config) -> Settings:
-    """Build blocks like those of T6, with linear projections and as many parameters as GPT-2."""
+    """Build blocks like T6's, with linear projections and as many parameters as GPT-2."""
     hidden = 8 * scale.n_embd // 3
     return {"norm": "rmsnorm", "mlp": "swiglu", "mlp_hidden": hidden, "bias": False}
 
@@ -224,7 +224,7 @@ class Scale:
         return load_config([*self.arguments])
 
     def run(self, entry: Entry, seed: int) -> PlannedRun:
-        """Plan the run of an entry. Raises UserError where its settings contradict the scale's."""
+        """Plan the run of an entry. Raises UserError if its settings contradict the scale's."""
         files = [str(entry.file)]
         sizes = CONFIGS / f"scales/t6/{self.name}.py"
         if entry.file.resolve() in T6 and sizes.is_file():

@@ -30,7 +30,7 @@ from scripts.recall import (
     RecallOptions,
     chance_label,
     chances,
-    learned,
+    has_learned,
 )
 from scripts.reproduce import pictures
 from scripts.reproduce.entries import Entry, config_entries
@@ -135,7 +135,7 @@ def smaller_windows(table: dict) -> list[str]:
 def errors_over_text(table: dict) -> list[str]:
     """State the standard error over the text of gains and of differences from the baseline.
 
-    The runs share the text, so that a difference is surer than the two losses.
+    The runs share the text, so its choice moves a difference less than the two losses.
     """
     gain_errors: list[float | None] = []
     difference_errors: list[float | None] = []
@@ -150,10 +150,10 @@ def errors_over_text(table: dict) -> list[str]:
             for key, part in run["evaluation"]["parts"].items():
                 difference_errors.append(difference_error(part, baseline[run["seed"]][key]))
     errors = []
-    if of_gains := error_range(gain_errors):
-        errors.append(f"of a gain {of_gains}")
-    if of_differences := error_range(difference_errors):
-        errors.append(f"of a loss minus `{table['baseline']}`'s {of_differences}")
+    if gain_errors_text := error_range(gain_errors):
+        errors.append(f"of a gain {gain_errors_text}")
+    if difference_errors_text := error_range(difference_errors):
+        errors.append(f"of a loss minus `{table['baseline']}`'s {difference_errors_text}")
     return [f"Standard error over the text: {'; '.join(errors)}."] if errors else []
 
 
@@ -303,7 +303,7 @@ def recall(
 
 def accuracies_if_learned(measured: dict) -> list[float | None]:
     """Return the accuracy in percent at each length; of a task that is not learned, at 1x alone."""
-    known = learned(measured)
+    known = has_learned(measured)
     trained = measured["trained_length"]
     shares = accuracies(measured).items()
     return [share if known or length == trained else None for length, share in shares]

@@ -44,7 +44,7 @@ class Experiment:
 
     Either `evaluation` measures finished runs, or `read` takes the values from the files of runs,
     or `compute` needs no runs. The columns are first the multiples of the training length, then
-    those with a name.
+    the named columns.
     """
 
     title: str
@@ -110,7 +110,7 @@ class Work:
                 yield evaluation, self.options(entry), self.scale.run(entry, seed)
 
     def options(self, entry: Entry) -> EvaluationOptions:
-        """Return the options of the evaluation, with those of the entry's view."""
+        """Return the options of the evaluation, with the options of the entry's view."""
         config = self.scale.config
         options = replace(
             self.experiment.options(config),
@@ -130,7 +130,7 @@ class Work:
         for evaluation, options, run in self.evaluations():
             try:
                 if run.finished:
-                    measured = runner.measured(evaluation, options, run.folder)
+                    measured = runner.measure_or_load(evaluation, options, run.folder)
                     if measured["step"] != run.step:  # a checkpoint before a damaged one
                         failures.append(
                             f"{run.folder}: the checkpoint of step {run.step} cannot be read; "
@@ -177,7 +177,7 @@ class Work:
             values, curves = experiment.read(run, *needed)
             return run.record(values, {"curves": curves})
         assert experiment.evaluation is not None
-        measured = runner.stored(experiment.evaluation, self.options(entry), run.folder)
+        measured = runner.load_stored(experiment.evaluation, self.options(entry), run.folder)
         if measured is None or measured["step"] != run.step:
             return None
         values = experiment.values(measured)

@@ -77,7 +77,7 @@ def has_both_losses(table: dict) -> bool:
 
 def control_losses(table: dict, runs: Sequence[dict]) -> list[float]:
     """Return the losses of the control at each length, means over runs; empty without a control."""
-    if has_both_losses(table):  # the control of a run has the loss as it was trained
+    if has_both_losses(table):  # the control is measured only as the run was trained
         return []
     losses = []
     for run in runs:

@@ -30,17 +30,17 @@ from scripts.common.planned import check_plan, cost, stop_on_signals, train
 from scripts.common.plots import save_picture
 from scripts.common.tables import paired, ranged, spread, summarise, write
 from scripts.reproduce import beside
+from scripts.reproduce.cost import print_cost, print_entries
 from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
 from scripts.reproduce.headroom import HEADROOM, LONGER, available, by_seed
 from scripts.reproduce.kinds import GAIN
 from scripts.reproduce.measure import Experiment, Pictures, Work, at
-from scripts.reproduce.plan import print_entries, print_price
 
 # Facts of an evaluation that the caption mentions, if they are known.
 MENTIONED = ("rope_theta", "tokens", "trials", "lm_eval")
 
 
-def work_parser(name: str, doc: str, epilog: str) -> Parser:
+def build_parser(name: str, doc: str, epilog: str) -> Parser:
     """Return a parser with the options of scripts.reproduce and scripts.compare."""
     parser = Parser(
         prog=f"python -m {name}",
@@ -61,12 +61,12 @@ def work_parser(name: str, doc: str, epilog: str) -> Parser:
     return parser
 
 
-def carry_out(
+def run_experiment(
     name: str, experiment: Experiment, scale: Scale, chosen: tuple[Entry, ...], options: Any
 ) -> None:
     """Print the cost; then train, measure, and write the table of this name and its pictures.
 
-    `options` are those of `work_parser`; --plan prints the cost only. Exits with 1 where a run
+    `options` come from `build_parser`; --plan prints the cost only. Exits with 1 where a run
     failed.
     """
     if options.seeds < 1:
@@ -90,7 +90,7 @@ def carry_out(
         paper, _ = paper_values(experiment, scale)
         print_entries([entry.name for entry in chosen], columns, paper)
         print(to_train)
-        print_price(runs, scale.out)
+        print_cost(runs, scale.out)
         return
     print(to_train, flush=True)
     stop_on_signals()
@@ -120,7 +120,7 @@ def save_table_pictures(folder: Path, name: str, pictures: Pictures) -> None:
 def build_table(work: Work, failures: list[str]) -> dict:
     """Build the table of all available runs with these seeds.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     experiment = work.experiment
     config = work.scale.config
@@ -209,8 +209,8 @@ def paper_values(experiment: Experiment, scale: Scale) -> tuple[dict[str, list],
 def add_headroom(table: dict, work: Work) -> list[str]:
     """Write what the longest length is worth beside the gain from context; returns sentences.
 
-    None where the scale has no runs of headroom. Where the seeds differ by more than a model could
-    gain, and by more than it is hurt, whether it gains is undecidable.
+    Returns no sentences if the scale has no headroom runs. A row is undecidable if its seeds differ
+    by more than a model could gain, and by more than the context hurts it.
     """
     multiple = table["multiples"][-1]
     headroom = replace(work, experiment=HEADROOM)
@@ -246,7 +246,7 @@ def caption(table: dict, work: Work) -> list[str]:
     seeds = sorted({run["seed"] for run in runs} - {None})
     sentences = []
     if seeds:
-        sentences.append(trained(table, work, seeds))
+        sentences.append(describe_training(table, work, seeds))
     else:
         sentences.append(f"{table['unit']}.")
     sentences.append(how_measured(table["rows"]))
@@ -264,7 +264,7 @@ def caption(table: dict, work: Work) -> list[str]:
     return sentences
 
 
-def trained(table: dict, work: Work, seeds: list[int]) -> str:
+def describe_training(table: dict, work: Work, seeds: list[int]) -> str:
     """Describe the models and their training."""
     models = []
     for entry in work.experiment.entries:

@@ -15,8 +15,8 @@ from scripts.benchmark import prepare, timed_step
 from scripts.common.planned import PlannedRun, processes_of
 from scripts.common.tables import print_table
 
-# The work of the measured step on a CPU: 512 tokens at 124M parameters. With 512 tokens of a small
-# model the optimizer would take most of the step, which it does not in a step of a run.
+# FLOP of the step timed on a CPU: 512 tokens at 124M parameters. A small model gets more tokens:
+# with 512 the optimizer would dominate, as it does not in training.
 CPU_FLOP = 4e11
 MEASURED_MS = 3000  # of which the fastest step counts
 # A float32 weight, and with AdamW's two moments; Muon has a moment less.
@@ -35,7 +35,7 @@ def print_entries(names: Sequence[str], columns: Sequence[str], paper: dict[str,
     print_table(list(zip(*shown, strict=True)))
 
 
-def print_price(runs: Sequence[PlannedRun], out: Path) -> None:
+def print_cost(runs: Sequence[PlannedRun], out: Path) -> None:
     """Print which data are missing, and the disk and the hours of the runs that are left."""
     left = [run for run in runs if not run.finished]
     folders = [run.config.data_dir for run in left if TASKS[run.config.task].reads_shards]
