@@ -243,7 +243,7 @@ def check_data(
     config: Config,
     state: State | None,
 ) -> None:
-    """Raise UserError if a run was trained on different data, or too little is for validation."""
+    """Raise UserError if a run was trained on different data, or has too little to validate."""
     if state is not None:
         changed = data_difference(state.data, identity)
         if changed is not None:

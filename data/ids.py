@@ -74,9 +74,10 @@ def copy_ids(args: argparse.Namespace) -> None:
     """
     if not args.val or not all(map(are_ids, [*args.paths, *args.val])):
         raise UserError("ids need files of ids for validation too: train.bin --val val.bin")
-    in_both = {Path(path).resolve() for path in args.paths} & {Path(v).resolve() for v in args.val}
-    if in_both:
-        raise UserError(f"{in_both.pop()} is for training and for validation too")
+    training = [Path(path).resolve() for path in args.paths]
+    for path in args.val:
+        if Path(path).resolve() in training:
+            raise UserError(f"{path} is for training and for validation too")
     if args.repeat or args.skip_nulls or args.split_at is not None:
         raise UserError("--repeat, --skip_nulls and --split_at are for text: ids stay as they are")
     folder = Path(args.paths[0]).absolute().parent
