@@ -91,7 +91,8 @@ def attend(
     document_positions = None
     if mask is not None:
         mask = mask[:, 0]
-        mask = mask == 0 if mask.is_floating_point() else mask.bool()  # added to scores, or chosen
+        # a mask of floats is added to scores: 0 where a query sees a key
+        mask = mask == 0 if mask.is_floating_point() else mask.bool()
         length = count_keys(mask)
         k = k[:, :, :length]
         v = v[:, :, :length]
