@@ -114,8 +114,8 @@ EXPM1 = Phi(torch.expm1, zero=0.0, signed=True, kernel="softpick")
 class Rows:
     """What the formulas may use: the rows (queries) of one call, and the settings of their layer.
 
-    Tensors, but for `decay`, broadcast against the scores [B, H, Lq, Lk]. n has the dtype in which
-    the weights are computed.
+    Tensors, but for `cumulative_log_forget`, broadcast against the scores [B, H, Lq, Lk]. n has
+    the dtype in which the weights are computed.
     """
 
     n: Tensor  # [Lq, 1] keys that each row sees; [B, 1, Lq, 1] with document_positions
@@ -133,7 +133,8 @@ class Rows:
     score_scale: float | Tensor = 1.0  # multiplies scores: the square of YaRN's attention factor
     softcap: float | None = None
     slopes: Tensor | None = None  # [H, 1, 1] of ALiBi
-    decay: Tensor | None = None  # [B, H, Lk] log f_1 + .. + log f_j, f the forget gates
+    # [B, H, Lk] log f_1 + .. + log f_j, f the forget gates
+    cumulative_log_forget: Tensor | None = None
     sink: Tensor | None = None  # [H, 1, 1] the sink's score
     # set only for a variant that names them in `learnable`
     s: Tensor = field(init=False)  # [H, 1, 1]
@@ -143,7 +144,7 @@ class Rows:
     u: Tensor = field(init=False)  # [B, H, Lq, 1]
     w: Tensor = field(init=False)  # [B, H, Lq, 1]
 
-    def sees(self) -> Tensor:
+    def visible_mask(self) -> Tensor:
         """Return [Lq, Lk], or [B, 1, Lq, Lk] with documents, True where a row sees a key."""
         visible = self.kv_idx <= self.q_idx
         if self.window is not None:
@@ -186,13 +187,14 @@ def inverse_sqrt_d(rows: Rows) -> float:
 class Variant:
     """One entry of the table.
 
-    `scale`, `bias` and `norm` broadcast against [B, H, Lq, 1], a keyed bias against [B, H, Lq, Lk].
+    `scale`, `bias` and `norm` broadcast against [B, H, Lq, 1], a bias per key against
+    [B, H, Lq, Lk].
     """
 
     phi: Phi  # unused with row_weights, except that EXPM1 selects softpick's kernel
     scale: RowTerm = inverse_sqrt_d
     bias: RowTerm | None = None
-    keyed: bool = False  # its bias differs between the keys of a row; it has no fused kernel
+    bias_per_key: bool = False  # its bias differs between the keys of a row: no fused kernel has it
     norm: RowTerm | None = None  # None: l1
     l2_normalise: bool = False  # q and k are scaled to unit length first
     bounded: bool = False  # scores never get so low that phi underflows for a whole row
@@ -315,7 +317,7 @@ def negate(A: Tensor, rows: Rows) -> Tensor:
 
 def recentre(A: Tensor, rows: Rows) -> Tensor:
     """Subtract the mean of the row, except where n <= 3 (the footnote of LSSAR Table A4)."""
-    visible = rows.sees()
+    visible = rows.visible_mask()
     return A - (visible & (rows.n > 3)) / rows.n
 
 
@@ -543,10 +545,10 @@ def attention_weights(
         z = z + variant.bias(rows)
     if rows.slopes is not None:
         z = z - rows.slopes * (rows.q_idx - rows.kv_idx)
-    if rows.decay is not None:
-        decay = rows.decay[:, :, None]  # [B, H, 1, Lk]
-        decay_of_queries = rows.decay[:, :, -z.shape[2] :, None]  # [B, H, Lq, 1]
-        z = z + (decay_of_queries - decay)
+    if rows.cumulative_log_forget is not None:
+        to_key = rows.cumulative_log_forget[:, :, None]  # [B, H, 1, Lk]
+        to_query = rows.cumulative_log_forget[:, :, -z.shape[2] :, None]  # [B, H, Lq, 1]
+        z = z + (to_query - to_key)
     z = mask_scores(z, rows, variant)
     if variant.row_weights is not None:
         return variant.row_weights(z, rows)
@@ -567,7 +569,8 @@ def attention_weights(
 
 def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:
     """Return phi.shift if the rows need it: phi may underflow, and l1 cancels the shift."""
-    is_bounded = variant.bounded and rows.slopes is None and rows.decay is None
+    has_distance_bias = rows.slopes is not None or rows.cumulative_log_forget is not None
+    is_bounded = variant.bounded and not has_distance_bias
     if variant.norm is not None or is_bounded:
         return None
     return variant.phi.shift
@@ -576,7 +579,7 @@ def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:
 def mask_scores(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
     """Replace the scores of masked keys in z [.., Lq, Lk], which may be overwritten."""
     Lq, Lk = z.shape[-2:]
-    masked = ~rows.sees()
+    masked = ~rows.visible_mask()
     if variant.row_weights is not None:
         return torch.where(masked, -math.inf, z)
     value = variant.phi.zero

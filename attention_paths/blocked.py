@@ -64,7 +64,7 @@ def blocked(
     compute = layer.output
     if torch.is_grad_enabled() and B * H * Lq * tile.keys > KEEP_SCORES:
         compute = partial(checkpoint, layer.output, use_reentrant=False)
-    q, keys = layer.unit_q_and_k(q, k)
+    q, keys = layer.normalise_q_and_k(q, k)
     group = H // k.shape[1]
     by_sequence = []
     for b in range(0, B, tile.sequences):

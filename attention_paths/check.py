@@ -81,10 +81,10 @@ def check_causality(name: str, variant: Variant) -> None:
             "`rows`, the Rows of attention.py, are tensors: rows.n.log(), not math.log(rows.n); s, "
             "b and p_n exist where `learnable` names them"
         ) from error
-    if variant.bias is not None and not variant.keyed:
+    if variant.bias is not None and not variant.bias_per_key:
         rows = attention.rows(q, 6, NO_CONTEXT)
         if (torch.as_tensor(variant.bias(rows)) + rows.n.new_zeros(1)).shape[-1] > 1:
-            raise UserError(f"{name}: its bias differs between keys, so it needs keyed=True")
+            raise UserError(f"{name}: its bias differs between keys, so it needs bias_per_key=True")
     check_gradients(name, variant, all_weights, learned)
     for row, weights in enumerate(all_weights.unbind(1), start=1):
         (gradient,) = torch.autograd.grad(weights.square().sum(), k, retain_graph=True)
@@ -138,7 +138,7 @@ def check_gradients(
     A run would stop at its first step, and blame the learning rate.
     """
     cause = "in the first row n is 1 and log n is 0"
-    if variant.keyed:
+    if variant.bias_per_key:
         cause = "for masked keys rows.q_idx - rows.kv_idx is negative: take its clamp_min(0)"
     for key, x in learned.items():
         (gradient,) = torch.autograd.grad(

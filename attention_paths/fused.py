@@ -26,7 +26,7 @@ def variant_unsupported_reason(variant: Variant, head_size: int) -> str | None:
         return "its phi has no kernel in attention_paths.kernels.phi.PHIS"
     if variant.reweight is not relu_power:
         return "its re-weighting is not the paper's"
-    if variant.keyed:
+    if variant.bias_per_key:
         return "its bias differs between keys"
     if head_size > 128:
         return f"head size {head_size} is above 128"
@@ -86,7 +86,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
     bias = None
     if variant.bias is not None:
         bias = entry.argument * per_row(variant.bias(rows))
-    decay = rows.decay
+    decay = rows.cumulative_log_forget
     if rows.slopes is not None:  # ALiBi is a constant forget gate, exact near the last key
         alibi = (rows.slopes * (rows.q_idx[-1] - rows.kv_idx))[:, 0].expand(*q.shape[:2], -1)
         decay = alibi if decay is None else decay + alibi

@@ -139,13 +139,13 @@ class ReferenceAttention(nn.Module):
         float64 inputs), with autocast off.
         """
         with torch.autocast(q.device.type, enabled=False):
-            q, keys = self.unit_q_and_k(q, k)
+            q, keys = self.normalise_q_and_k(q, k)
             return self.output(q, keys, v, context)
 
     def weights(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Return the attention weights [B, H, Lq, Lk], float32 or float64, 0 for masked keys."""
         with torch.autocast(q.device.type, enabled=False):
-            q, keys = self.unit_q_and_k(q, k)
+            q, keys = self.normalise_q_and_k(q, k)
             rows = self.rows(q, k.shape[2], context)
             return attention_weights(self.variant, q, keys.dot, rows)
 
@@ -157,12 +157,12 @@ class ReferenceAttention(nn.Module):
         context: Context,
         heads: slice = ALL,
     ) -> Tensor:
-        """Return the output of these heads, for q and keys as `unit_q_and_k` returns them."""
+        """Return the output of these heads, for q and keys as `normalise_q_and_k` returns them."""
         rows = self.rows(q, v.shape[2], context, heads)
         weights = attention_weights(self.variant, q, keys.dot, rows)
         return grouped_product(weights.to(v.dtype), v)
 
-    def unit_q_and_k(self, q: Tensor, k: Tensor) -> tuple[Tensor, Keys]:
+    def normalise_q_and_k(self, q: Tensor, k: Tensor) -> tuple[Tensor, Keys]:
         """Return q and k, at unit length if the variant normalises them.
 
         For a single query only its scores are divided by |k|: that is less work than normalising a
@@ -229,7 +229,7 @@ class ReferenceAttention(nn.Module):
             h = (head - (self.n_head - self.alibi_heads) + 1).to(dtype)
             rows.slopes = torch.exp2(-8 * h / self.alibi_heads) * (h > 0)
         if context.log_forget is not None:
-            rows.decay = context.log_forget.to(dtype).cumsum(-1)
+            rows.cumulative_log_forget = context.log_forget.to(dtype).cumsum(-1)
         if self.sink is not None:
             rows.sink = self.sink[head].to(dtype)
         elif self.has_sink:

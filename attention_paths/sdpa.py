@@ -95,7 +95,7 @@ def sdpa_masked(
         block_k = k[:, :, first:end]
         block_v = v[:, :, first:end]
         block_context = context.select(queries=slice(start, start + BLOCK_QUERIES))
-        mask = layer.rows(block, end - first, block_context).sees()
+        mask = layer.rows(block, end - first, block_context).visible_mask()
         outputs.append(
             F.scaled_dot_product_attention(
                 block, block_k, block_v, mask, scale=scale, enable_gqa=is_grouped

@@ -7,7 +7,7 @@ from runtime.source import Definition, definition_of, source_hash
 # The formulas that all variants share.
 SHARED_FORMULAS = (
     Definition("attention", "attention_weights"),
-    Definition("attention_paths.reference", "ReferenceAttention.unit_q_and_k"),
+    Definition("attention_paths.reference", "ReferenceAttention.normalise_q_and_k"),
     Definition("attention_paths.reference", "ReferenceAttention.rows"),
     Definition("layers.heads", "alibi_heads"),
     Definition("config", "Config.nope_heads"),

@@ -22,7 +22,7 @@ PACKAGES = {"site-packages", "dist-packages"}
 
 
 class Definition(NamedTuple):
-    """A top-level name of a module, a name inside a class ("Rows.sees"), or the whole module.
+    """A top-level name of a module, a name inside a class ("Rows.window"), or the whole module.
 
     With a key it is only the value under this key, in the dict of this name.
     """

@@ -596,12 +596,12 @@ GRADIENTS_AT_MASKED_KEYS = {
     "bias": Variant(
         attention.EXP,
         bias=lambda rows: -(rows.q_idx - rows.kv_idx).log1p(),
-        keyed=True,
+        bias_per_key=True,
     ),
     "bias with s": Variant(
         attention.EXP,
         bias=lambda rows: -rows.s * (rows.q_idx - rows.kv_idx).clamp_min(0).log1p(),
-        keyed=True,
+        bias_per_key=True,
         learnable=("s",),
     ),
 }
@@ -659,7 +659,7 @@ REFUSED = [
     ),
     (
         Variant(attention.EXP, bias=lambda rows: rows.kv_idx - rows.q_idx),
-        "own: its bias differs between keys, so it needs keyed=True",
+        "own: its bias differs between keys, so it needs bias_per_key=True",
     ),
     (
         Variant(attention.EXP, reweight=lambda A, rows: A / A.amax(-2, keepdim=True)),
@@ -669,7 +669,7 @@ REFUSED = [
         Variant(
             attention.EXP,
             bias=lambda rows: -rows.s * (rows.q_idx - rows.kv_idx).log1p(),
-            keyed=True,
+            bias_per_key=True,
             learnable=("s",),
         ),
         r"own: the gradient of its weights by s is not finite.*clamp_min\(0\)",
@@ -678,7 +678,7 @@ REFUSED = [
         Variant(
             attention.EXP,
             bias=lambda rows: -rows.p_n * (rows.q_idx - rows.kv_idx).sqrt(),
-            keyed=True,
+            bias_per_key=True,
             learnable=("p_n",),
         ),
         "own: the gradient of its weights by p_n is not finite",
@@ -687,7 +687,7 @@ REFUSED = [
         Variant(
             attention.SIGMOID,
             bias=lambda rows: rows.u * (rows.q_idx - rows.kv_idx).log1p(),
-            keyed=True,
+            bias_per_key=True,
             from_input=("u",),
         ),
         "own: the gradient of its weights by u is not finite",
@@ -708,7 +708,9 @@ REFUSED = [
         r"own: a row's weights depend on the number of keys or rows in the call",
     ),
     (
-        Variant(attention.EXP, bias=lambda rows: (rows.q_idx + 1).log() * rows.kv_idx, keyed=True),
+        Variant(
+            attention.EXP, bias=lambda rows: (rows.q_idx + 1).log() * rows.kv_idx, bias_per_key=True
+        ),
         "own: a row's weights depend on the number",
     ),
     (
@@ -746,7 +748,7 @@ def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, mo
         distance = rows.q_idx - rows.kv_idx
         return -slope * distance
 
-    variant = Variant(attention.EXP, bias=bias, keyed=True)
+    variant = Variant(attention.EXP, bias=bias, bias_per_key=True)
     monkeypatch.setitem(VARIANTS, "own", variant)
     for window in (None, 3):
         with_window = f"--window={window}"
