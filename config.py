@@ -202,7 +202,7 @@ class Config:
     )
     beta1: FractionBelowOne = setting(0.9, "beta1 of AdamW.")
     beta2: FractionBelowOne = setting(0.95, "beta2 of AdamW.")
-    adam_eps: NonNegativeFloat = setting(1e-8, "epsilon of AdamW.")
+    adam_eps: PositiveFloat = setting(1e-8, "epsilon of AdamW.")
     grad_clip: NonNegativeFloat = setting(1.0, "Largest gradient norm. 0: no clipping.")
     seed: NonNegativeInt = setting(1337, "Seed of the initial weights and the data order.")
     # ---- machine: the losses are the same up to rounding ----
@@ -248,8 +248,8 @@ class Config:
     # ---- run: where and how it starts ----
     out_dir: str = setting(
         "",
-        "The run's folder; may contain settings in braces, as in out/p{p}. Empty: out/ and the "
-        "config files' names and the settings of the command line.",
+        "The run's folder. Empty: out/ and the config files' names and the settings of the "
+        "command line.",
     )
     name: str = setting(
         "", "Name of the run in logs, tables and pictures. Empty: its config file's name."

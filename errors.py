@@ -23,9 +23,9 @@ def check_choice(key: str, value: Any, allowed: Collection[Any]) -> None:
         raise UserError(f"{key} = {value!r}; {hint}it must be one of {', '.join(names)}")
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question with the known name nearest to `name`, and a space; "" if none is near."""
-    candidate = nearest(name, known, cutoff)
+    candidate = nearest(name, known)
     return "" if candidate is None else f"did you mean {candidate}? "
 
 

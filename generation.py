@@ -10,9 +10,6 @@ from torch.nn.utils.rnn import pad_sequence
 from layers.cache import KVCache
 from model import GPT
 
-# The lowest temperature that logits are divided by: float32 may round a lower one to 0.
-TINY = torch.finfo(torch.float32).tiny
-
 Prompts = TypeVar("Prompts", Tensor, list[Tensor])
 
 
@@ -84,10 +81,7 @@ def generate(
             if top_k is not None and top_k < model.n_vocab:
                 smallest = logits.topk(top_k).values[:, -1:]
                 logits = logits.masked_fill(logits < smallest, -math.inf)
-            # from the largest logit on, so that no temperature overflows: 0 / TINY is 0
-            logits = logits - logits.amax(-1, keepdim=True)
-            divisor = min(max(temperature, TINY), 1 / TINY)
-            probabilities = (logits / divisor).softmax(-1)
+            probabilities = (logits / temperature).softmax(-1)
             new = torch.multinomial(probabilities, 1, generator=generator)
         columns.append(new)
         if len(columns) == max_new_tokens:

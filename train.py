@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn
 
 from config import Config
 from errors import UserError, command
-from runtime.config_files import command_line, require_data_dir
+from runtime.config_files import command_line
 
 if __name__ == "__main__":
     CONFIG = command(command_line)()  # before the slow imports: help and mistakes show at once
@@ -74,10 +74,8 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # from inputs and targets to nats
 
 
 @command
-def main(config: Config | None = None) -> None:
-    """Train as a config says or, by default, the command line."""
-    if config is None:
-        config = command_line()
+def main(config: Config) -> None:
+    """Train as a config says."""
     check_attention(config)
     if rank() == 0:
         wandb_settings(config)  # raises UserError before the run's folder is made
@@ -117,7 +115,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     run = Path(config.out_dir)
 
     # ---- data ----
-    loader = raise_on_all_ranks(partial(open_data, config, device))
+    loader = raise_on_all_ranks(partial(open_loader, config, rank(), world_size(), device))
     identity = loader.identity() if loader else {}  # a dry run may have no data
     check_same_data(config, identity)
     state = None
@@ -216,13 +214,6 @@ def train(
 
 
 # ---- before the loop ----
-
-
-def open_data(config: Config, device: torch.device) -> Loader | None:
-    """Open this rank's data. Raises UserError if they are missing or do not fit the settings."""
-    if config.resume and TASKS[config.task].reads_shards:
-        require_data_dir(config)
-    return open_loader(config, rank(), world_size(), device)
 
 
 def check_same_data(config: Config, identity: Identity) -> None:

@@ -61,7 +61,6 @@ def parse_options(
     parser.add_argument("--out_dir", type=Path, help="the folder to make; default: in data/")
     parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens per shard")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="threads")
-    parser.add_argument("--skip_nulls", action="store_true", help="leave out rows without a text")
     split_at = "begin a document after each MARK, such as '<|endoftext|>'"
     parser.add_argument("--split_at", metavar="MARK", help=split_at)
     options = parser.parse_args(argv)
@@ -71,12 +70,8 @@ def parse_options(
         raise UserError(f"--workers {options.workers} must be at least 1")
     if options.out_dir is not None:
         check_writable(options.out_dir)
-    options.rules = Rules(
-        options.column,
-        get_tokenizer(options.tokenizer).eot_text,
-        options.skip_nulls,
-        options.split_at,
-    )
+    eot_text = get_tokenizer(options.tokenizer).eot_text
+    options.rules = Rules(options.column, eot_text, options.split_at)
     return options
 
 

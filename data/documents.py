@@ -23,7 +23,6 @@ class Rules:
 
     column: str  # of parquet, or field of JSON
     eot_text: str = END_OF_TEXT  # of the tokenizer; in a document it stays text
-    skip_nulls: bool = False
     split_at: str | None = None
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -34,19 +33,15 @@ class Rules:
     def documents(self, rows: Iterable[tuple[str, Any]]) -> Iterator[Document]:
         """Yield the documents of rows: pairs of a name, for messages, and a text.
 
-        Raises UserError for a value that is not a string; with `skip_nulls` a null is left out.
+        A null is an empty document. Raises UserError for any other value that is not a string.
         """
         for name, value in rows:
-            if isinstance(value, str):
-                yield from self.cut([value])
-            elif value is not None:
+            if value is None:
+                value = ""
+            elif not isinstance(value, str):
                 kind = type(value).__name__
                 raise UserError(f'{name}: "{self.column}" must be a string, not {kind}')
-            elif self.skip_nulls:
-                self.counts["null"] += 1
-            else:
-                hint = "--skip_nulls leaves such rows out"
-                raise UserError(f'{name}: "{self.column}" is null; {hint}')
+            yield from self.cut([value])
 
     def cut(self, row: Iterable[str]) -> Iterator[Document]:
         """Yield the documents of a row, whose text comes in chunks."""
@@ -77,9 +72,8 @@ class Rules:
 
     def report(self) -> None:
         """Print how many documents were left out, and where there are marks."""
-        for kind in ("empty", "null"):
-            if self.counts[kind]:
-                print(f"{kind} documents left out: {self.counts[kind]:,}")
+        if self.counts["empty"]:
+            print(f"empty documents left out: {self.counts['empty']:,}")
         if self.split_at:
             print(f"documents end at {self.split_at!r}: {self.counts['split']:,} times")
         if self.counts["marks"]:

@@ -122,7 +122,6 @@ class Training:
                 groups = optimizer.param_groups
                 optimizer.load_state_dict(saved)
                 optimizer.param_groups = groups  # with the options of this run, such as `fused`
-                check_shapes(optimizer)
             if state.scaler:  # empty in a run that did not scale its loss: it may go on in float16
                 self.scaler.load_state_dict(state.scaler)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -134,15 +133,6 @@ class Training:
         self.resumed_at = state.step
         self.best_val_loss = state.best_val_loss
         self.changes = changes_since(state, config)
-
-
-def check_shapes(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for a state of another shape, with which a fused step would crash."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            shape = torch.Size() if name == "step" else parameter.shape
-            if torch.as_tensor(value).shape != shape:
-                raise ValueError(f"the optimizer's {name} has another shape than its parameter")
 
 
 # ---- writing ----
@@ -307,12 +297,9 @@ def should_resume(run: Path, resume: bool | str) -> bool:
         raise UserError(no_checkpoint(run))
     path = run / "config.json"
     metrics = run / "metrics.jsonl"
-    best = run / "best.pt"
     settings = read_json(path, dict[str, Any])
     if settings and "attention" not in settings:
         blocking = path
-    elif best.is_file() and load(best).step > 0:
-        blocking = best
     elif metrics.is_file() and b'"loss"' in metrics.read_bytes():
         blocking = metrics
     else:
@@ -350,19 +337,14 @@ class Checkpoint(NamedTuple):
     id: dict[str, Any]
 
 
-def find(run: str | Path, which: str = "latest", quiet: bool = False) -> Checkpoint:
-    """Find the newest intact checkpoint of a run, or its best weights.
+def find(run: str | Path, quiet: bool = False) -> Checkpoint:
+    """Find the newest intact checkpoint of a run.
 
     A file whose checksums or content are wrong is reported on standard error, and the previous
     checkpoint is used. `run` may also be the file of a checkpoint. Raises UserError if none is
     intact.
     """
-    if is_checkpoint(run):
-        files = [Path(run)]
-    elif which == "best":
-        files = [Path(run) / "best.pt"]
-    else:
-        files = checkpoints(run)
+    files = [Path(run)] if is_checkpoint(run) else checkpoints(run)
     files = [path for path in files if path.is_file()]
     for path in files:
         try:
@@ -400,7 +382,7 @@ def load_to_resume(run: Path, config: Config) -> State:
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
                 f"{now.get(key)!r}; a new run from its weights, if they fit: train.py "
-                f"{run}/config.json --{key}={now.get(key)} --init_from={run} --out_dir=NEW"
+                f"{run} --{key}={now.get(key)} --init_from={run} --out_dir=NEW"
             )
     if config.max_iters < state.step:
         raise UserError(f"{run} has {state.step} steps: max_iters = {config.max_iters} is fewer")
@@ -451,9 +433,9 @@ def check_rate(run: Path, config: Config, state: State) -> None:
     )
 
 
-def load_weights(model: GPT, run: str | Path, which: str = "latest") -> Checkpoint:
+def load_weights(model: GPT, run: str | Path) -> Checkpoint:
     """Copy a run's weights into the model, as `copy_weights`; returns their checkpoint."""
-    checkpoint = find(run, which)
+    checkpoint = find(run)
     copy_weights(model, load(checkpoint.path), checkpoint.path)
     return checkpoint
 

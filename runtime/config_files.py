@@ -35,7 +35,7 @@ def load_config(arguments: list[str]) -> Config:
     """The Config of a command line: config files from left to right, then --key=value.
 
     Takes `["configs/lssar_p15.py", "configs/scales/tiny.py", "--p=3"]`, and `--key` alone for a
-    bool. A run's folder or its config.json stands for the run's settings, and `--resume` with an
+    bool. A run's folder stands for the run's settings, and `--resume` with an
     out_dir needs no file at all. With --init_from=hf:NAME or nanogpt:FILE the sizes that are not
     set come from there. Raises UserError for a missing file, an unknown setting (naming the nearest
     one), a wrong type, and values that contradict each other.
@@ -71,7 +71,7 @@ def load_config(arguments: list[str]) -> Config:
     config = Config(**values | pretrained_settings(values))
     return config.replace(
         name=config.name or run_name(filter(None, names_given), overrides, ["attention", "p"]),
-        out_dir=filled_out_dir(config) or default_out_dir(files, overrides, config),
+        out_dir=config.out_dir or default_out_dir(files, overrides, config),
         data_dir=find_data(config.data_dir),
     )
 
@@ -113,8 +113,8 @@ def read_file(path: str) -> dict[str, Any]:
     A config file may also import modules, define functions, and compute values whose names begin
     with an underscore. Raises UserError for a value with any other name that is no setting.
     """
-    if os.path.isdir(path) or os.path.basename(path) == "config.json":
-        return read_run(path.removesuffix("config.json"))
+    if os.path.isdir(path):
+        return read_run(path)
     if not os.path.isfile(path):
         files = [*(ROOT / "configs").rglob("*.py"), *Path(path).parent.glob("*.py")]
         hint = did_you_mean_run(path)
@@ -158,8 +158,7 @@ def read_run(folder: str) -> dict[str, Any]:
     values = read_json(path)
     if values is None:
         raise UserError(f"{path.parent} has no config.json: it is not a run of train.py")
-    out_dir = str(path.parent).replace("{", "{{").replace("}", "}}")
-    return saved_settings(values, path) | {"resume": False, "out_dir": out_dir}
+    return saved_settings(values, path) | {"resume": False, "out_dir": folder}
 
 
 def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
@@ -193,19 +192,6 @@ def recorded_data_dir(run: Path) -> Path | None:
     return Path(path.read_text(errors="replace").strip()) if path.is_file() else None
 
 
-def require_data_dir(config: Config) -> None:
-    """Raise UserError if the data_dir of a run that has begun does not exist."""
-    recorded = recorded_data_dir(Path(config.out_dir))
-    if recorded is None or os.path.exists(config.data_dir):
-        return
-    advice = "name the folder of the shards with --data_dir"
-    trained_on = f"{recorded}, on which {config.out_dir} was trained,"
-    if os.path.abspath(config.data_dir) == str(recorded):
-        raise UserError(f"{trained_on} does not exist: {advice}")
-    state = "exists" if recorded.exists() else "does not exist either"
-    raise UserError(f"{config.data_dir} does not exist here, and {trained_on} {state}: {advice}")
-
-
 def find_data(data_dir: str) -> str:
     """The folder of shards: the repository's, where the current folder has none of this name."""
     in_repository = os.path.join(ROOT, data_dir)
@@ -234,21 +220,6 @@ def parse(key: str, text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
-
-
-def filled_out_dir(config: Config) -> str:
-    """out_dir with the settings that it names in braces filled in: {p} is 7 for 7.0."""
-    values = config.as_dict()
-    for key, value in values.items():
-        if isinstance(value, float):
-            values[key] = format_value(value)
-    try:
-        return config.out_dir.format(**values)
-    except (LookupError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"out_dir = {config.out_dir!r} may name settings in braces, as in out/p{{p}}, but this "
-            f"fails: {error}"
-        ) from error
 
 
 def help_text() -> str:

@@ -106,7 +106,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     # ---- model ----
     model = build_model(base).to(device)
     kernels = check_kernels(model, base, options.torch_dtype, say=say)
-    weights = checkpoint.load_weights(model, run, options.checkpoint)
+    weights = checkpoint.load_weights(model, run)
 
     # ---- data ----
     questions = read_squad(options.squad)

@@ -20,7 +20,7 @@ def run_train(*arguments):
     import train  # here, as many tests do without it
 
     with patch.object(sys, "argv", ["train.py", *map(str, arguments)]):
-        train.main()
+        train.main(train.command(train.command_line)())
 
 
 def copy_of_repository(target):
@@ -39,8 +39,8 @@ def read_rows(run):
     return [json.loads(line) for line in text.splitlines()]
 
 
-def saved(run, which="latest"):
-    return torch.load(checkpoint.find(run, which).path, weights_only=True)
+def saved(run):
+    return torch.load(checkpoint.find(run).path, weights_only=True)
 
 
 def checkpoint_bytes(run):
@@ -74,12 +74,12 @@ def identical(a, b):
 
 def assert_same_run(one, other):
     """Bitwise the same weights, optimizer state, best weights and metrics."""
-    for which in ("latest", "best"):
-        states = [saved(one, which), saved(other, which)]
+    for runs in ((one, other), (one / "best.pt", other / "best.pt")):
+        states = [saved(run) for run in runs]
         for state in states:
             del state["config"]["out_dir"]
             del state["config"]["resume"]
-        assert identical(*states), which
+        assert identical(*states), runs
     assert lines(one) == lines(other)
 
 

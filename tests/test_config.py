@@ -113,14 +113,14 @@ def test_config_files_load_and_say_what_they_are(name):
     assert re.match(pattern, " ".join(comments))
 
 
-@pytest.mark.parametrize("row", [*ROWS, *T6])
 @pytest.mark.parametrize("scale", SCALES)
-def test_every_row_goes_with_every_scale(row, scale):
-    alone = load_config([at(row)])
-    config = load_config([at(row), at(scale)])
-    assert config.attention == alone.attention
-    assert config.p == alone.p
-    assert config.n_embd == load_config([at(scale)]).n_embd
+def test_every_row_goes_with_every_scale(scale):
+    width = load_config([at(scale)]).n_embd
+    for row in (*ROWS, *T6):
+        alone = load_config([at(row)])
+        config = load_config([at(row), at(scale)])
+        expected = (alone.attention, alone.p, width)
+        assert (config.attention, config.p, config.n_embd) == expected, row
 
 
 def test_later_files_and_then_the_command_line_win(tmp_path):
@@ -164,9 +164,7 @@ def test_command_line_values(arguments, key, value):
         (["--attention=lssar", "--p=3", "--window=8"], "out/lssar_p3,window=8"),
         # a longer run, or one on another machine, is the same run
         ([at("softmax.py"), "--max_iters=9", "--data_dir=x", "--batch_size=1"], "out/softmax"),
-        (["--out_dir=runs/{attention}_{n_layer}x{n_embd}_{seed}"], "runs/softmax_12x768_1337"),
-        ([at("lssar_p3.py"), "--p=7", "--out_dir=out/p{p}_{learning_rate}"], "out/p7_0.0006"),
-        (["--out_dir=out/{{p}}"], "out/{p}"),
+        ([at("lssar_p3.py"), "--p=7", "--out_dir=out/p{p}"], "out/p{p}"),
         (["--out_dir=~/runs"], os.path.expanduser("~/runs")),
     ],
 )
@@ -214,15 +212,14 @@ def saved(folder, **changes):
 
 def test_a_run_stands_for_its_settings(tmp_path):
     folder = tmp_path / "p{3}"
-    path = saved(folder, resume=True, init_from="base")
-    for argument in (str(folder), path):
-        config = load_config([argument])
-        assert config.attention == "lssar"
-        assert config.p == 3
-        assert config.seed == 5
-        assert config.out_dir == str(folder)
-        assert config.init_from == "base"
-        assert not config.resume
+    saved(folder, resume=True, init_from="base")
+    config = load_config([str(folder)])
+    assert config.attention == "lssar"
+    assert config.p == 3
+    assert config.seed == 5
+    assert config.out_dir == str(folder)
+    assert config.init_from == "base"
+    assert not config.resume
 
 
 def test_a_resumed_run_stands_for_its_settings(tmp_path):
@@ -230,7 +227,7 @@ def test_a_resumed_run_stands_for_its_settings(tmp_path):
     saved(tmp_path / "p{3}", resume=True, init_from="base")
     (tmp_path / "p{3}").rename(tmp_path / "p3")
     run = str(tmp_path / "p3")
-    for argument in (run, f"{run}/config.json", f"--out_dir={run}"):
+    for argument in (run, f"--out_dir={run}"):
         config = load_config(["--resume", argument, "--max_iters=7"])
         assert config.attention == "lssar"
         assert config.out_dir == run
@@ -250,7 +247,6 @@ def test_a_run_of_nearly_that_name_is_suggested(tmp_path):
     assert says in refusal("--resume", str(tmp_path / "lssar_p15"))
     assert says in refusal("--resume", str(tmp_path / "lsar_p15_tiny"))
     assert ",seed=3?" in refusal("--resume", str(tmp_path / "lssar_p15_tiny,p=7"))
-    assert "did you mean configs/lssar_p15.py?" in refusal("configs/lsar_p15.py")
 
 
 def test_a_run_with_a_setting_of_another_version_is_refused(tmp_path):
@@ -258,7 +254,7 @@ def test_a_run_with_a_setting_of_another_version_is_refused(tmp_path):
     says = f"{path} has 'dropout', which is not a setting here: the run's environment.json"
     with pytest.raises(UserError, match=re.escape(says)):
         run_folder.read_config(tmp_path / "run")
-    assert says in refusal("--resume", path)
+    assert says in refusal("--resume", str(tmp_path / "run"))
 
 
 def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
@@ -276,7 +272,7 @@ def test_data_of_the_repository_is_found_from_anywhere(tmp_path, monkeypatch):
 def test_a_run_finds_its_relative_data_from_anywhere(
     train, call, shards, tmp_path, monkeypatch, refused
 ):
-    """And where they are gone the message names data_dir and the folder that the run read."""
+    """And where they are gone the message names the folder that is missing."""
     home = tmp_path / "home"
     data = shutil.copytree(shards, home / "bytes")
     monkeypatch.chdir(home)
@@ -288,16 +284,11 @@ def test_a_run_finds_its_relative_data_from_anywhere(
     other = shutil.copytree(shards, tmp_path / "bytes")  # of the same name
     assert run_folder.read_config(run).data_dir == str(data)
     shutil.rmtree(other)
-    given = ("--resume", f"--out_dir={run}", "--max_iters=5")
-    says = ("bytes does not exist here", f"{data}, on which", "exists: name")
-    refused(run_train, "--data_dir=bytes", *given, says=says)
+    says = "bytes does not exist: name the folder of the shards with --data_dir"
+    refused(run_train, "--data_dir=bytes", "--resume", f"--out_dir={run}", says=says)
     shutil.rmtree(data)
-    says = ("bytes does not exist here", f"{data}, on which {run} was trained, does not exist")
     refused(run_train, "--resume", run, "--max_iters=5", says=says)
     refused(call, eval_length, run, says=says)
-    # where the run recorded the folder that the command names, one name is enough
-    says = f"error: {data}, on which {run} was trained, does not exist: name"
-    refused(run_train, f"--data_dir={data}", *given, says=says)
 
 
 @pytest.mark.parametrize("argument", ["--help", "--lerning_rate=1"])
@@ -399,7 +390,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("no_config.json", "config file or run no_config.json does not exist"),
         ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),
         ("configs", "configs has no config.json: it is not a run of train.py"),
-        ("--out_dir=out/{q}", "out_dir = 'out/{q}' may name settings in braces, as in out/p{p}"),
     ],
 )
 def test_refused(arguments, message):

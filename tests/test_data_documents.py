@@ -16,17 +16,16 @@ def chunks_of(text, size):
 
 def test_rows_without_text_are_left_out_and_counted(capsys):
     rows = [("row 0", "a"), ("row 1", ""), ("row 2", None), ("row 3", ""), ("row 4", " ")]
-    rules = Rules("text", skip_nulls=True)
+    rules = Rules("text")
     assert texts_of(rules.documents(rows)) == ["a", " "]
     rules.report()
-    assert capsys.readouterr().out == "empty documents left out: 2\nnull documents left out: 1\n"
+    assert capsys.readouterr().out == "empty documents left out: 3\n"
     assert texts_of(rules.cut(iter([]))) == []  # an empty file
 
 
 @pytest.mark.parametrize(
     "value, says",
     [
-        (None, 'x, row 7: "body" is null; --skip_nulls leaves such rows out'),
         (b"a long document", 'x, row 7: "body" must be a string, not bytes'),
         (5, 'x, row 7: "body" must be a string, not int'),
     ],
@@ -35,9 +34,6 @@ def test_what_is_no_text_is_named(value, says):
     with pytest.raises(UserError) as raised:
         list(Rules("body").documents([("x, row 7", value)]))
     assert str(raised.value) == says
-    if value is not None:
-        with pytest.raises(UserError):
-            list(Rules("body", skip_nulls=True).documents([("x, row 7", value)]))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])

@@ -378,7 +378,7 @@ def test_a_resumed_run_keeps_its_mask(train, documents, refused):
     train("run", *settings)
     says = (
         "was trained with document_mask = False, so it cannot be resumed with True",
-        "/config.json --document_mask=True --init_from=",
+        "/run --document_mask=True --init_from=",
     )
     refused(train, "run", *settings, "--resume", "--document_mask", says=says)
 

@@ -15,9 +15,8 @@ from scripts.common.command_line import option
 
 @dataclass(frozen=True, kw_only=True)
 class LoadingOptions:
-    """Which weights of a run are loaded, and what computes with them."""
+    """What computes with a run's weights."""
 
-    checkpoint: str = option("latest", "checkpoint to load", choices=("latest", "best"))
     device: str = option("auto", "'auto', 'cuda', 'cuda:1', 'mps' or 'cpu'")
     dtype: str = option("auto", "dtype of matrix products", choices=choices("dtype"))
 

@@ -97,7 +97,7 @@ NOT_HASHED = ("config", "errors", "runtime", "attention")
 # What identifies the measurement of an evaluation that reads no validation text.
 NO_TEXT = {"data_dir": None, "val_sha256": None}
 # Options that models of transformers do not take.
-RUN_ONLY = ("checkpoint", "attention", "p", "log_base", "attention_impl")
+RUN_ONLY = ("attention", "p", "log_base", "attention_impl")
 
 OptionsType = TypeVar("OptionsType", bound=EvaluationOptions)
 Results = dict[str, dict]  # measurements by the labels of their runs
@@ -190,7 +190,7 @@ def measure_or_load(
     """
     file = file or results_file(evaluation, path)
     # a run in training saves newer checkpoints: its control is measured with the same one
-    weights = weights or find_weights(path, options)
+    weights = weights or find_weights(path)
     result = None if options.again else load_stored(evaluation, options, path, file, weights)
     if result is None:
         measure_missing(evaluation, options, load_run(path, options, weights), file)
@@ -246,7 +246,7 @@ def load_stored(
     if isinstance(path, ModelConfig):
         facts = model_facts(path, options)
     else:
-        weights = weights or checkpoint.find(path, options.checkpoint)
+        weights = weights or checkpoint.find(path)
         facts = run_facts(trained, weights, options, outline(config, options.window))
     facts |= identity(evaluation, options, config)
     file = file or results_file(evaluation, path)
@@ -274,17 +274,6 @@ def results_file(evaluation: Evaluation, path: AnyRun, out: Path | None = None) 
     if out is None or is_writable(folder):
         return folder / f"{evaluation.name}.json"
     return out.with_suffix(".json")
-
-
-def copy_measurements(source: Path, file: Path) -> None:
-    """Copy the measurements that `file` lacks from `source`, and create the folder of `file`."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    measurements = read_measurements(file)
-    for measurement in read_measurements(source):
-        if measurement not in measurements:
-            measurements.append(measurement)
-    if measurements:
-        write_json(file, measurements)
 
 
 def read_measurements(file: Path) -> list[dict]:
@@ -361,9 +350,7 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
         results = {}
         for name, run in runs.items():
             file = results_file(evaluation, run, out)
-            default_file = results_file(evaluation, run)
-            if file != default_file:  # of a read-only run
-                copy_measurements(default_file, file)
+            file.parent.mkdir(parents=True, exist_ok=True)
             results[name] = measure_or_load(evaluation, options, run, file, weights[name])
         pictures = evaluation.show(options, results)
         for name, run in runs.items():
@@ -447,7 +434,7 @@ def check_runs(
     hint = "; --out FILE.png puts the picture and the measurements elsewhere"
     weights = {}
     for name, run in runs.items():
-        weights[name] = find_weights(run, options)
+        weights[name] = find_weights(run)
         file = results_file(evaluation, run, out)
         read_measurements(file)
         check_writable(file.parent, hint)

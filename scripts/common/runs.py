@@ -68,18 +68,18 @@ def load_run(
             model = cast(GPT, load_model(path, options, device))
         facts = model_facts(path, options)
     else:
-        weights = weights or checkpoint.find(path, options.checkpoint)
+        weights = weights or checkpoint.find(path)
         model, facts = load_trained(path, trained, options, device, weights)
     config = options.apply_to(trained)
     return Run(folder_of(path), config, model, device, options.torch_dtype, facts)
 
 
-def find_weights(path: AnyRun, options: Options) -> Checkpoint | None:
+def find_weights(path: AnyRun) -> Checkpoint | None:
     """The checkpoint of a run, whose file is read as a whole; None for a model of transformers.
 
     Raises UserError if there is none.
     """
-    return None if isinstance(path, ModelConfig) else checkpoint.find(path, options.checkpoint)
+    return None if isinstance(path, ModelConfig) else checkpoint.find(path)
 
 
 def load_trained(
@@ -157,7 +157,6 @@ def run_facts(
         "variant": variant,
         "attention": options.attention,
         "seed": config.seed,
-        "checkpoint": options.checkpoint,
         **weights.id,
         "trained_length": config.block_size,
         "rope": rope_scaling(config, options, model),
