@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from data.build import BATCH, COLUMN, Read, build, parse_options, tokenise
 from data.documents import Document, reading
-from errors import command
+from errors import UserError, command
 
 # Datasets with a short name, and their configuration without --name.
 DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
@@ -56,6 +56,8 @@ def open_dataset(
         sizes = []
         content = []
         paths = builder.config.data_files[args.split]
+        if len(set(paths)) < len(paths):
+            raise UserError(f"--parquet {source}: a file is named twice")
         for path in tqdm(paths, desc="checksums", unit="file", delay=2):
             filesystem, path_there = url_to_fs(path)
             sizes.append((Path(path).name, filesystem.size(path_there)))

@@ -44,6 +44,8 @@ def open_ids(path: Path) -> Tokens:
         raise UserError(f"{path}: cannot be read as ids of uint16: {error}") from error
     if ids.dtype != TOKEN or ids.ndim != 1:
         raise UserError(f"{path}: has {ids.dtype} {list(ids.shape)}; it must be a row of uint16")
+    if len(ids) == 0:
+        raise UserError(f"{path}: has no ids")
     if np.array_equal(ids[:2], np.array([MAGIC], HEADER).view(TOKEN)):
         raise UserError(f"{path} is a shard: --data_dir takes its folder as it is (docs/data.md)")
     return ids
@@ -78,8 +80,8 @@ def copy_ids(args: argparse.Namespace) -> None:
     for path in args.val:
         if Path(path).resolve() in training:
             raise UserError(f"{path} is for training and for validation too")
-    if args.repeat or args.skip_nulls or args.split_at is not None:
-        raise UserError("--repeat, --skip_nulls and --split_at are for text: ids stay as they are")
+    if args.repeat or args.split_at is not None:
+        raise UserError("--repeat and --split_at are for text: ids stay as they are")
     folder = Path(args.paths[0]).absolute().parent
     meta_pkl = folder / META_PKL
     with tempfile.TemporaryDirectory() as temporary:

@@ -91,8 +91,6 @@ class Loader(ABC):
         self.batching = batching
         self.device = batching.device
         self._reader = ThreadPoolExecutor(1)
-        if self.device.type == "cuda":  # a new thread would open a context on GPU 0
-            self._reader.submit(torch.cuda.set_device, self.device)
         self._ahead: dict[int, Future[Batch]] = {}  # by step
 
     def batch(self, step: int) -> Batch:
@@ -138,7 +136,7 @@ class Loader(ABC):
 
     @abstractmethod
     def read(self, step: int) -> Batch:
-        """x and y of a step in host memory, pinned if they go to a GPU."""
+        """Return x and y of a step, in host memory."""
 
     def _windows(self, step: int) -> Ints:
         """The indices of the windows that are this rank's sequences of a step: [b]."""
@@ -171,7 +169,7 @@ class TokenLoader(Loader):
         T = self.batching.block_size
         tokens = validation_tokens(self.data_dir, max_tokens, self.vocab_size)
         windows = sliding_window_view(tokens, T + 1)[::T]
-        return lambda index: inputs_and_targets(windows[index], self.device)
+        return lambda index: inputs_and_targets(windows[index])
 
     def identity(self) -> Identity:
         return identity_of(self.data_dir)
@@ -223,7 +221,7 @@ class TokenLoader(Loader):
         return tokens.reshape(len(window), -1)
 
     def read(self, step: int) -> Batch:
-        return inputs_and_targets(self._read_windows(self._windows(step)), self.device)
+        return inputs_and_targets(self._read_windows(self._windows(step)))
 
 
 def epoch_order(begin: int, count: int, n: int, seed: int) -> Ints:
@@ -284,18 +282,18 @@ def validation_tokens(data_dir: str | Path, max_tokens: int, vocab_size: int) ->
 
 def copy_to(device: torch.device, x: Tensor, y: Tensor) -> Batch:
     """Copy x and y to `device`; to CUDA from pinned memory, while the process goes on."""
-    non_blocking = device.type == "cuda"  # MPS would read memory that is free by then
-    return x.to(device, non_blocking=non_blocking), y.to(device, non_blocking=non_blocking)
+    if device.type != "cuda":
+        return x.to(device), y.to(device)
+    return (
+        x.pin_memory().to(device, non_blocking=True),
+        y.pin_memory().to(device, non_blocking=True),
+    )
 
 
-def inputs_and_targets(windows: Tokens, device: torch.device) -> Batch:
-    """Split windows [b, T + 1, ...] into x, y: int64 [b, T, ...], pinned if they go to a GPU."""
-    b, t, *rest = windows.shape
-    pinned = device.type == "cuda"
-    x, y = torch.empty((2, b, t - 1, *rest), dtype=torch.int64, pin_memory=pinned)
-    x.numpy()[:] = windows[:, :-1]
-    y.numpy()[:] = windows[:, 1:]
-    return x, y
+def inputs_and_targets(windows: Tokens) -> Batch:
+    """Split windows [b, T + 1, ...] into x, y: int64 [b, T, ...]."""
+    tokens = torch.from_numpy(windows.astype(np.int64))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def _hash(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -160,4 +160,4 @@ class OrbitLoader(SimulatedLoader):
 
     def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
         systems = [draw(split, int(index), self.planets) for index in indices]
-        return inputs_and_targets(tokenise(systems, self.bins, length + 1), self.device)
+        return inputs_and_targets(tokenise(systems, self.bins, length + 1))

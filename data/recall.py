@@ -172,11 +172,7 @@ class RecallLoader(SimulatedLoader):
         tokens = np.stack([sequence.tokens for sequence in sequences])
         answers = np.stack([targets(sequence) for sequence in sequences])
         answers[answers != NO_ANSWER] += self.first_id
-        x = torch.from_numpy(tokens + self.first_id)
-        y = torch.from_numpy(answers)
-        if self.device.type == "cuda":
-            return x.pin_memory(), y.pin_memory()
-        return x, y
+        return torch.from_numpy(tokens + self.first_id), torch.from_numpy(answers)
 
 
 @cache

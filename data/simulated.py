@@ -33,7 +33,7 @@ class SimulatedLoader(Loader):
 
     @abstractmethod
     def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
-        """x and y of these sequences of a split in host memory, pinned if they go to a GPU."""
+        """Return x and y of these sequences of a split, in host memory."""
 
     def read(self, step: int) -> Batch:
         indices = self._windows(step)

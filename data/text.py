@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow
 import pyarrow.parquet
@@ -87,9 +87,15 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
     found: dict[Path, tuple[str, Path]] = {}  # by the file that links lead to
     for path in map(Path, paths):
         if path.is_dir():
-            for parent, folders, files in os.walk(path):
+            entered = set()
+            for parent, folders, files in os.walk(path, onerror=refuse, followlinks=True):
+                if Path(parent).resolve() in entered:  # a link leads back
+                    folders.clear()
+                    continue
+                entered.add(Path(parent).resolve())
                 # os.walk enters the folders that stay in its list
-                folders[:] = [name for name in folders if name[0] != "." and name not in without]
+                visible = [name for name in folders if name[0] != "." and name not in without]
+                folders[:] = sorted(visible)
                 for name in files:
                     file = Path(parent, name)
                     if name[0] != "." and name.endswith(SUFFIXES) and file.is_file():
@@ -104,6 +110,10 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
         searched = " ".join(map(str, paths))
         raise UserError(f"{searched}: no file there ends in one of {' '.join(SUFFIXES)}")
     return sorted(found.values())
+
+
+def refuse(error: OSError) -> NoReturn:
+    raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
 def list_stdlib() -> Files:

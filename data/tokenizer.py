@@ -116,6 +116,7 @@ def open_file(path: str) -> Tokenizer:
     if n_vocab > MAX_IDS:
         raise UserError(f"{path}: {n_vocab:,} ids, but a shard's uint16 tokens have {MAX_IDS:,}")
     mark, eot = end_of_text(path)
+    tokenizer.add_special_tokens([mark])  # texts would be cut at an added token that is not special
 
     def encode(text: str) -> NDArray[np.integer]:
         try:

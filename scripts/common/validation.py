@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -15,15 +16,17 @@ from numpy.typing import NDArray
 
 from config import Config
 from data.loader import Batches, copy_to, inputs_and_targets, validation_tokens
-from data.shards import check_tokenizer
+from data.shards import check_tokenizer, data_difference
 from errors import UserError
-from runtime.config_files import find_data, require_data_dir
+from runtime import checkpoint
+from runtime.config_files import find_data
 from scripts.common.command_line import FILES, option, parse_lengths
 from scripts.common.hf_models import ModelConfig, tokens_of
 from scripts.common.options import EvaluationOptions
 from scripts.common.runs import batches
 
 AnyControlOptions = TypeVar("AnyControlOptions", bound="ControlOptions")
+AnyTextOptions = TypeVar("AnyTextOptions", bound="TextOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,31 @@ def sliding_window(
         rope_theta=None,
         log_base=None,
     )
+
+
+def on_same_text(options: AnyTextOptions, configs: Sequence[Config]) -> AnyTextOptions:
+    """The options unchanged. Raises UserError if the runs would be measured on different text."""
+    texts = {str(Path(options.data_dir or config.data_dir).resolve()) for config in configs}
+    if len(texts) > 1:
+        raise UserError(
+            f"the runs were trained on {' and '.join(sorted(texts))}: --data_dir DIR measures all "
+            "of them on one text"
+        )
+    if options.data_dir is None:
+        require_same_data([Path(config.out_dir) for config in configs])
+    return options
+
+
+def require_same_data(runs: Sequence[Path]) -> None:
+    """Raise UserError if a run was trained on data that differ from the first run's."""
+    first = checkpoint.read_start_record(runs[0]).data
+    for run in runs[1:]:
+        changed = data_difference(first, checkpoint.read_start_record(run).data)
+        if changed is not None:
+            raise UserError(
+                f"{run} was trained on {changed} that differ from {runs[0]}'s, in a folder of the "
+                "same name: --data_dir DIR measures both on one text"
+            )
 
 
 def default_lengths(configs: Sequence[Config], multiples: Sequence[float]) -> tuple[int, ...]:
@@ -182,7 +210,7 @@ def windows(text: NDArray[np.integer], length: int, device: torch.device) -> Bat
     starts = slice(None, None, length)
     cut = sliding_window_view(text, length + 1, axis=1)[:, starts]
     for batch in batches(cut.reshape(-1, length + 1), length):
-        yield copy_to(device, *inputs_and_targets(np.stack(batch), device))
+        yield copy_to(device, *inputs_and_targets(np.stack(batch)))
 
 
 @functools.lru_cache(1)  # an evaluation asks several times
@@ -190,6 +218,5 @@ def checked_tokens(config: Config, wanted: int = sys.maxsize) -> NDArray[np.inte
     """The first `wanted` validation tokens and a last target, if they are tokens of the run."""
     if isinstance(config, ModelConfig):
         return tokens_of(config, wanted)
-    require_data_dir(config)
     check_tokenizer(config.data_dir, config.tokenizer)
     return validation_tokens(config.data_dir, wanted, config.text_ids)
