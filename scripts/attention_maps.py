@@ -91,7 +91,13 @@ from scripts.common.plots import Curve, draw_curves, panels
 from scripts.common.runner import NO_TEXT, Evaluation, Results, as_command
 from scripts.common.runs import Run, load_run, outline
 from scripts.common.tables import print_table
-from scripts.common.validation import FilesOptions, LengthOptions, stretches, windows
+from scripts.common.validation import (
+    FilesOptions,
+    LengthOptions,
+    on_same_text,
+    stretches,
+    windows,
+)
 
 TEXT = LSSAR["figure_a1"]["text"]
 CLAMP = 0.5
@@ -148,7 +154,13 @@ class MapOptions(LengthOptions, FilesOptions):
 
 
 def align(options: MapOptions, configs: Sequence[Config]) -> MapOptions:
-    """The options unchanged. Raises UserError if the runs have different numbers of chunks."""
+    """The options unchanged.
+
+    Raises UserError if the runs have different numbers of chunks, or would be measured on
+    different text.
+    """
+    if options.tokens > 0:
+        on_same_text(options, configs)
     counts = {len(chunks(options, config)) for config in configs}
     if len(counts) > 1:
         raise UserError("learned positions end before a default length: give --lengths")

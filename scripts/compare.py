@@ -202,6 +202,8 @@ def build_experiment(
     title = f"Compared with {entries[0].name}"
     made_by = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
     if task == "orbits":
+        if lengths:
+            raise UserError("--lengths: orbits are compared by their last validation alone")
         experiment = last_validation(title, entries)
     elif task == "recall":
         experiment = kinds.recall(title, entries, multiples, kinds.accuracies_if_learned)

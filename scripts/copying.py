@@ -25,9 +25,9 @@ For a model of transformers (hf:), T is --window or else max_position_embeddings
 tokens come from text files or --data_dir: see docs/elsewhere.md.
 
 Every run is measured with a control: the same weights with plain RoPE, where each query sees at
-most the last T keys. From a lag of T on, the control sees no token of the first copy directly, so
-that what it keeps there went through several layers. Passages are the same for all lags and all
-runs, and are evenly spaced in the validation text, which wraps around at its end.
+most the last T keys. From a lag of T and a passage on, the control sees no token of the first copy
+directly, so that what it keeps there went through several layers. Passages are the same for all
+lags and all runs, and are evenly spaced in the validation text, which wraps around at its end.
 
 Writes copying.json and copying.png. In the JSON `parts` are by lag, "1024":
 
@@ -60,6 +60,7 @@ from scripts.common.validation import (
     check_lengths,
     checked_tokens,
     default_lengths,
+    on_same_text,
     sliding_window,
 )
 
@@ -246,6 +247,7 @@ COPYING = Evaluation(
     options=CopyingOptions,
     identify=identify,
     chunks=chunks,
+    align=on_same_text,
     measure=measure,
     show=show,
     control=control,

@@ -171,6 +171,10 @@ def harness_model(run: Run, max_length: int) -> Any:
         def _detect_batch_size(self, *arguments: Any) -> int:  # of prompts to continue
             return max(1, BATCH_TOKENS // max_length)
 
+        def _loglikelihood_tokens(self, requests: list, *arguments: Any, **options: Any) -> list:
+            options.pop("override_bs", None)  # of whole documents: it bypasses _batch_scheduler
+            return super()._loglikelihood_tokens(requests, *arguments, **options)
+
     return Model(
         transformers_model(run),
         "causal",

@@ -54,7 +54,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,10 +62,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from config import Config, PositiveInt
-from data.shards import data_difference
 from errors import UserError
 from layers.selfcheck import check_kernels
-from runtime import checkpoint
 from scripts.common.command_line import option
 from scripts.common.hf_models import ModelConfig
 from scripts.common.labels import title_of
@@ -77,6 +74,7 @@ from scripts.common.tables import print_table
 from scripts.common.validation import (
     ControlOptions,
     LengthOptions,
+    on_same_text,
     sliding_window,
     stretches,
     windows,
@@ -218,31 +216,12 @@ def align(options: LossOptions, configs: Sequence[Config]) -> LossOptions:
 
     Raises UserError if the runs would be measured on different text.
     """
-    texts = {str(Path(options.data_dir or config.data_dir).resolve()) for config in configs}
-    if len(texts) > 1:
-        raise UserError(
-            f"the runs were trained on {' and '.join(sorted(texts))}: --data_dir DIR measures all "
-            "of them on one text"
-        )
-    if options.data_dir is None:
-        require_same_data([Path(config.out_dir) for config in configs])
+    on_same_text(options, configs)
     lengths = options.lengths_of(*configs)
     tokens = options.tokens
     if tokens is None:
         tokens = min(default_tokens(config, lengths) for config in configs)
     return replace(options, lengths=lengths, tokens=tokens)
-
-
-def require_same_data(runs: Sequence[Path]) -> None:
-    """Raise UserError if a run was trained on data that differ from the first run's."""
-    first = checkpoint.read_start_record(runs[0]).data
-    for run in runs[1:]:
-        changed = data_difference(first, checkpoint.read_start_record(run).data)
-        if changed is not None:
-            raise UserError(
-                f"{run} was trained on {changed} that differ from {runs[0]}'s, in a folder of the "
-                "same name: --data_dir DIR measures both on one text"
-            )
 
 
 def default_tokens(config: Config, lengths: Sequence[int]) -> int:

@@ -124,7 +124,11 @@ def transformers_model(run: Run) -> Any:
     from scripts.common.hf_modeling import SharpAttentionConfig, SharpAttentionForCausalLM
 
     config = run.config
-    end_of_text = get_tokenizer(config.tokenizer).eot
+    if config.end_of_text >= config.text_ids:
+        raise UserError(
+            f"{run.path}: transformers needs end-of-text, id {config.end_of_text} of tokenizer = "
+            f"{config.tokenizer!r}, but vocab_size = {config.vocab_size} leaves it out"
+        )
     # the settings on which results depend
     settings = settings_of(config) | {"vocab_size": config.text_ids}
     del settings["document_mask"]  # document_start says it
@@ -150,9 +154,9 @@ def transformers_model(run: Run) -> Any:
         "hidden_size": config.n_embd,
         "max_position_embeddings": config.block_size,
         "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "pad_token_id": end_of_text,
+        "bos_token_id": config.end_of_text,
+        "eos_token_id": config.end_of_text,
+        "pad_token_id": config.end_of_text,
     }
     with torch.device("meta"):  # the weights are the run's
         model = SharpAttentionForCausalLM(SharpAttentionConfig(**values))

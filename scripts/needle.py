@@ -52,7 +52,13 @@ from scripts.common.retrieval import (
 )
 from scripts.common.runner import Evaluation, Results, as_command
 from scripts.common.runs import Run
-from scripts.common.validation import TextOptions, accuracies, checked_tokens, length_chunks
+from scripts.common.validation import (
+    TextOptions,
+    accuracies,
+    checked_tokens,
+    length_chunks,
+    on_same_text,
+)
 
 CITIES = (
     "Accra, Amsterdam, Ankara, Athens, Auckland, Baghdad, Bangkok, Barcelona, Beijing, Berlin, "
@@ -280,6 +286,7 @@ NEEDLE = Evaluation(
     options=NeedleOptions,
     identify=identify,
     chunks=chunks,
+    align=on_same_text,
     measure=measure,
     show=show,
     draw_run=draw_run,

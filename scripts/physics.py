@@ -322,8 +322,10 @@ def probe_magnitudes(options: PhysicsOptions, run: Run) -> dict:
     log_states = np.log(states[positive])
     design = np.column_stack((np.ones(len(log_states)), log_states))
     log_forces = np.log(forces[positive])
-    fit, *_ = np.linalg.lstsq(design, log_forces, rcond=None)
-    exponents = fit[1:].tolist()
+    exponents = [None] * len(VARIABLES)
+    if len(log_forces) >= design.shape[1]:
+        fit, *_ = np.linalg.lstsq(design, log_forces, rcond=None)
+        exponents = fit[1:].tolist()
     # by the distance to the next labelled state, in standard deviations
     scaler = StandardScaler()
     neighbours = NearestNeighbors(n_neighbors=1)
@@ -458,7 +460,7 @@ def show(options: PhysicsOptions, results: Results) -> dict[str, Figure]:
         scores = result["parts"]["vectors"] | result["parts"]["magnitudes"]
         values = [scores[column] for column in COLUMNS]
         values += scores["exponents"].values()
-        table.append([name, *(f"{value:.3f}" for value in values)])
+        table.append([name, *("–" if value is None else f"{value:.3f}" for value in values)])
         for law in scores["laws"]:
             print(f"{name}, law by {scores['engine']}: F = {law['equation']}")
     print_table(table)

@@ -65,10 +65,13 @@ def read_prompt(prompt: str) -> str:
 def sample(run: Run, prompts: list[str], options: Sampling) -> list[str]:
     """Generate `num_samples` texts from each prompt, each up to its end-of-text token."""
     tokenizer = get_tokenizer(run.config.tokenizer)
+    # every document of the training data begins with end-of-text, if the model has it
+    start = [tokenizer.eot] if tokenizer.eot < run.config.text_ids else []
     rows = []
     for prompt in prompts:
-        # every document of the training data begins with end-of-text
-        ids = [tokenizer.eot, *tokenizer.encode(prompt)]
+        ids = [*start, *tokenizer.encode(prompt)]
+        if not ids:
+            raise UserError(f"{run.path} has no end-of-text token to begin with: give --prompt")
         rows += [torch.tensor(ids, device=run.device)] * options.num_samples
     is_padded = len({len(row) for row in rows}) > 1
     if is_padded and not run.config.document_mask:  # the padding is a document of its own
@@ -84,7 +87,7 @@ def sample(run: Run, prompts: list[str], options: Sampling) -> list[str]:
         )
     texts = []
     for row in out:
-        ids = row[1:].tolist()
+        ids = row[len(start) :].tolist()
         if tokenizer.eot in ids:
             ids = ids[: ids.index(tokenizer.eot)]
         texts.append(tokenizer.decode(ids))

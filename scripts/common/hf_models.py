@@ -185,6 +185,8 @@ def text_tokens(config: ModelConfig) -> NDArray[np.integer]:
         if tokenizer.eos_token_id is not None:
             ids.append(tokenizer.eos_token_id)
         ids += encode(tokenizer, text)
+    if not ids:
+        raise UserError(f"{' '.join(config.text)}: no text")
     tokens = np.array(ids, dtype=np.uint32)
     check_ids(config.data_dir, tokens, config.text_ids)
     return tokens

@@ -14,6 +14,7 @@ A table of results is a dict, saved as table.json:
     beside      the folder of another table, and its rows; or no such key
 """
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,13 +45,13 @@ def print_table(rows: Sequence[Sequence[str]], width: int = 0) -> None:
 def summarise(runs: list[dict]) -> dict:
     """Return each column's mean, lowest and highest value and standard deviation over the runs.
 
-    They are None in a column where a run has no value. A single run has no deviation.
+    They are None in a column where a run has no finite value. A single run has no deviation.
     """
     columns = list(zip(*(run["values"] for run in runs), strict=True))
     one_run = len(runs) == 1
 
     def by_column(statistic: Callable) -> list[float | None]:
-        return [None if None in values else statistic(values) for values in columns]
+        return [statistic(values) if all_finite(values) else None for values in columns]
 
     return {
         "mean": by_column(statistics.mean),
@@ -59,6 +60,10 @@ def summarise(runs: list[dict]) -> dict:
         "deviation": [None] * len(columns) if one_run else by_column(statistics.stdev),
         "runs": runs,
     }
+
+
+def all_finite(values: Sequence[float | None]) -> bool:
+    return all(value is not None and math.isfinite(value) for value in values)
 
 
 def paired(entry: dict, baseline: dict) -> dict:

@@ -17,6 +17,7 @@ from runtime.files import read_json
 from scripts.common.runner import identity
 from scripts.common.tables import summarise
 from scripts.reproduce.entries import Scale
+from scripts.reproduce.kinds import GAIN
 from scripts.reproduce.measure import Experiment, up_to_16x
 from scripts.reproduce.pictures import has_both_losses
 
@@ -116,7 +117,11 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
 
 
 def with_columns(beside: dict, table: dict) -> dict:
-    """Return the committed rows that have no namesake in a table, with its columns."""
+    """Return the committed rows that have no namesake in a table, with its columns.
+
+    A gain from context at another multiple of the training length is left out.
+    """
+    same_longest = beside["multiples"][-1] == table["multiples"][-1]
     columns = [without_remark(column) for column in beside["columns"]]
     rows = {}
     for name, row in beside["rows"].items():
@@ -125,6 +130,8 @@ def with_columns(beside: dict, table: dict) -> dict:
         runs = []
         for run in row["runs"]:
             value_of = dict(zip(columns, run["values"], strict=True))
+            if not same_longest:
+                value_of.pop(GAIN, None)
             values = [value_of.get(without_remark(column)) for column in table["columns"]]
             runs.append(run | {"values": values})
         rows[name] = summarise(runs)

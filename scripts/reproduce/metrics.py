@@ -33,8 +33,8 @@ def metric(run: PlannedRun, key: str) -> dict[int, float]:
 
 
 def last_validation(run: PlannedRun) -> Values:
-    losses = list(metric(run, "val_loss").values())
-    return losses[-1:], {}
+    """Return the validation loss of the last step; None if it was not finite."""
+    return [metric(run, "val_loss").get(run.config.max_iters)], {}
 
 
 def binned(values: dict[int, float], summary: Callable = statistics.mean) -> tuple[list, list]:

@@ -227,8 +227,9 @@ def add_headroom(table: dict, work: Work) -> list[str]:
     ]
     undecidable = []
     for name, row in table["rows"].items():
-        gain = row["mean"][column] or 0
-        if (spread(row, column) or 0) > max(mean, -gain):
+        gain = row["mean"][column]
+        width = spread(row, column)
+        if width is not None and width > max(mean, -gain):
             undecidable.append(f"`{name}`")
     if undecidable:
         names = ", ".join(undecidable)

@@ -289,7 +289,7 @@ def physics_options(config: Config) -> PhysicsOptions:
     )
 
 
-def table3_columns(measured: dict) -> list[float]:
+def table3_columns(measured: dict) -> list[float | None]:
     """Return the columns of TABLE3."""
     vectors, magnitudes = measured["parts"].values()
     powers = [law["powers"] for law in magnitudes["laws"]]
