@@ -1,5 +1,6 @@
 """Fault injection: commands in processes of their own that are killed, blocked or starved."""
 
+import functools
 import multiprocessing
 import os
 import resource
@@ -170,6 +171,11 @@ def signalled_at(step):
     before_batch(lambda at: at == step and os.kill(os.getpid(), signal.SIGTERM))
 
 
+def without_compiler(_):
+    """torch.compile captures its graphs and compiles none."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+
+
 FAULTS = {
     "kill_at": kill_at,
     "file_limit": file_limit,
@@ -179,5 +185,6 @@ FAULTS = {
     "dead_at": dead_at,
     "slow": slow,
     "signalled_at": signalled_at,
+    "without_compiler": without_compiler,
     "chdir": os.chdir,
 }

@@ -489,7 +489,7 @@ def test_dead_relu_rows_are_zero_with_zero_gradient(case, dtype):
         assert not x.grad.any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("case", CASES)
 def test_zero_queries_are_finite(case, dtype):
     attn = build(case)
@@ -500,7 +500,7 @@ def test_zero_queries_are_finite(case, dtype):
     assert_finite_with_gradients(attn, torch.zeros_like(q), k, v)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "ablations/exp.py"])
 def test_scores_of_ten_thousand_are_finite(case, dtype):
     _, k, v = draw(9, 9, dtype=dtype)
@@ -733,7 +733,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("variant", "message"), REFUSED)
-def test_a_variant_that_sees_the_future_is_refused(variant, message, monkeypatch):
+def test_a_variant_that_cannot_be_computed_or_trained_is_refused(variant, message, monkeypatch):
     monkeypatch.setitem(VARIANTS, "own", variant)
     with pytest.raises(UserError, match=message):
         build_attention(small_config("softmax.py --attention=own"), layer=0)

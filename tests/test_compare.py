@@ -72,11 +72,11 @@ def test_two_configs_end_to_end(compared, commands, mine, tmp_path, capsys, call
     gain_errors = []
     for name, layers in (("softmax", 2), ("mine", 1)):
         for seed, run in zip((1337, 1338), table["rows"][name]["runs"], strict=True):
-            run_folder = tmp_path / f"out/small/{name}/seed{seed}"
-            config = json.loads((run_folder / "config.json").read_text())
+            folder_of_run = tmp_path / f"out/small/{name}/seed{seed}"
+            config = json.loads((folder_of_run / "config.json").read_text())
             assert config["n_layer"] == layers
             assert config["seed"] == run["seed"] == seed
-            measured, control = measured_losses(run_folder)
+            measured, control = measured_losses(folder_of_run)
             assert run["values"][:3] == [*measured["loss"], control["loss"][-1]]
             by_stretch[name, seed] = [np.array(p["by_stretch"]) for p in measured["parts"].values()]
             with_T = min(control["parts"].values(), key=lambda part: part["loss"])
@@ -92,13 +92,13 @@ def test_two_configs_end_to_end(compared, commands, mine, tmp_path, capsys, call
     ]
     sentence = "Standard error over the text: of a gain {}; of a loss minus `softmax`'s {}."
     assert sentence.format(*ranges) in printed
-    mine = table["rows"]["mine"]
-    softmax = table["rows"]["softmax"]
-    for i, difference in enumerate(mine["difference"]["mean"]):
-        values = [run["values"][i] for run in mine["runs"]]
+    row = table["rows"]["mine"]
+    softmax_row = table["rows"]["softmax"]
+    for i, difference in enumerate(row["difference"]["mean"]):
+        values = [run["values"][i] for run in row["runs"]]
         assert f" {statistics.mean(values):.4f} ± {statistics.stdev(values):.4f} |" in printed
         differences = []
-        for value, run in zip(values, softmax["runs"], strict=True):
+        for value, run in zip(values, softmax_row["runs"], strict=True):
             differences.append(value - run["values"][i])
             assert f"{differences[-1]:+z.4f} |" in printed
         assert difference == pytest.approx(statistics.mean(differences))
@@ -262,7 +262,8 @@ def test_data_that_change_between_two_runs_are_said(
 def test_other_tasks(compared, tmp_path, refused, task, settings, unit):
     sizes = ["--block_size=64", "--batch_size=2", "--tie_embeddings=False", "--tokenizer=gpt2"]
     file = write_scale(tmp_path / "small.py", *SMALL, f"--task={task}", *sizes, *settings)
-    folder = compared(SOFTMAX, LSSAR, f"--scale={file}", "--lengths=64")
+    lengths = ["--lengths=64"] if task == "recall" else []
+    folder = compared(SOFTMAX, LSSAR, f"--scale={file}", *lengths)
     table = read_table(folder)
     assert table["unit"] == unit
     assert list(table["rows"]) == ["softmax", "lssar_p15"]
@@ -273,6 +274,8 @@ def test_other_tasks(compared, tmp_path, refused, task, settings, unit):
         arguments = (f"--scale={file}", f"--beside={folder}")
         says = "it is of orbits, whose runs are compared by their last validation alone"
         refused(compared, SOFTMAX, *arguments, says=says)
+        says = "--lengths: orbits are compared by their last validation alone"
+        refused(compared, SOFTMAX, LSSAR, f"--scale={file}", "--lengths=64", says=says)
 
 
 @pytest.mark.parametrize(
@@ -385,6 +388,22 @@ def test_committed_rows_stand_beside_a_single_config(
     table["rows"]["softmax"] = table["rows"]["mine"]
     source = committed | {"folder": "results/small/committed"}
     assert list(beside.with_columns(source, table)["rows"]) == ["lssar_p15"]
+
+
+def test_a_committed_gain_at_another_length_is_left_out():
+    gain = "gain from context"
+    run = {"values": [3.0, 4.0, -0.1]}
+    committed = {
+        "folder": "results/x",
+        "multiples": [1, 16],
+        "columns": ["1x, 64", "16x, 1,024", f"{gain} (available: -0.2000)"],
+        "rows": {"softmax": {"runs": [run]}},
+    }
+    for multiples, expected in (([1, 16], [3.0, 4.0, -0.1]), ([1, 2], [3.0, None, None])):
+        longest = f"{multiples[-1]}x, {64 * multiples[-1]:,}"
+        table = {"multiples": multiples, "columns": ["1x, 64", longest, gain], "rows": {}}
+        rows = beside.with_columns(committed, table)["rows"]
+        assert rows["softmax"]["mean"] == expected
 
 
 def test_where_an_entry_stands():

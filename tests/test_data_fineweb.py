@@ -12,7 +12,6 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from data import fineweb, shards
-from errors import UserError
 from tests.corpora import (
     contents,
     expected_tokens,
@@ -59,6 +58,8 @@ def test_fineweb_refusals(corpus, tmp_path, call, refused):
     for name in ("none", "empty", "pipe.parquet", "broken.parquet"):
         path = tmp_path / name
         says(f"{path}: cannot be read: ", path)
+    (first, *_) = sorted(folder.glob("**/*.parquet"))
+    says("a file is named twice", folder, "--parquet", folder, first)
     other = write_parquet(tmp_path / "other.parquet", ["a"], column="content")
     says("Column name ['text'] not in the dataset. Columns in the dataset: ['id'", other)
     (tmp_path / "mixed").mkdir()
@@ -67,31 +68,22 @@ def test_fineweb_refusals(corpus, tmp_path, call, refused):
     says(f"{lists}: cannot be read: ", tmp_path / "mixed")
     numbers = write_parquet(tmp_path / "numbers.parquet", [17])
     says('numbers.parquet, row 0: "text" must be a string, not int', numbers)
-    binary = write_parquet(tmp_path / "binary.parquet", [b"a document"])
-    says('binary.parquet, row 0: "text" must be a string, not bytes', binary)
     (tmp_path / "foreign").mkdir()
     shards.write_shard(tmp_path / "foreign/fineweb_train_000007.bin", np.zeros(1, np.uint16))
     says("foreign: holds .bin files that this", folder, out="foreign")
     says("Bad split: test. Available splits: ['train']", folder, "--split=test")
 
 
-def test_nulls_are_named_and_can_be_skipped(tmp_path, call, refused, capsys):
+def test_nulls_are_left_out_and_counted(tmp_path, call, capsys):
     documents = [*make_documents(20), "", *make_documents(200, longest=100)]
     folder = tmp_path / "parquet"
     folder.mkdir()
     write_parquet(folder / "0.parquet", documents[:20])
     write_parquet(folder / "1.parquet", [*documents[20:200], None, *documents[200:]])
     out = tmp_path / "out"
-    arguments = (call, fineweb, "--parquet", folder, "--out_dir", out, "--shard_size=1000")
-    arguments += ("--workers=1",)
-    refused(*arguments, says='1.parquet, row 180: "text" is null; --skip_nulls leaves such rows')
-    assert len(list(out.glob("*.bin"))) > 2
-    with pytest.raises(UserError, match="incomplete; .* resumes or says why it cannot"):
-        shards.list_shards(out, "train")
-    call(*arguments[1:], "--skip_nulls")  # goes on from there
+    call(fineweb, "--parquet", folder, "--out_dir", out, "--shard_size=1000", "--workers=1")
     assert np.array_equal(tokens_in(out), expected_tokens(documents))
-    assert "null documents left out: 1\n" in capsys.readouterr().out
-    shards.list_shards(out, "train")
+    assert "empty documents left out: 2\n" in capsys.readouterr().out
 
 
 def test_no_network_is_said_at_once(tmp_path, monkeypatch, call, refused):

@@ -72,6 +72,7 @@ def test_what_is_not_ids_is_refused(files, tmp_path, refused):
     out = tmp_path / "out"
     (folder / "odd.bin").write_bytes(b"odd")
     (folder / "empty.npy").write_bytes(b"")
+    np.save(folder / "zero.npy", arrays["train.bin"][:0])
     np.save(folder / "wide.npy", arrays["train.bin"].astype(np.int64))
     np.save(folder / "rows.npy", arrays["train.bin"].reshape(2, 25))
     write_shard(folder / "shard.bin", arrays["train.bin"])
@@ -80,6 +81,7 @@ def test_what_is_not_ids_is_refused(files, tmp_path, refused):
     (folder / "text.txt").write_text("text")
     for arguments, says in {
         ("odd.bin", *val): "odd.bin: cannot be read as ids of uint16",
+        ("train.bin", "--val", folder / "zero.npy"): "zero.npy: has no ids",
         ("empty.npy", *val): "empty.npy: cannot be read as ids of uint16",
         ("none.npy", *val): "none.npy: cannot be read as ids of uint16",
         ("wide.npy", *val): "wide.npy: has int64 [50]; it must be a row of uint16",

@@ -169,7 +169,6 @@ def test_text_refusals(folder, tmp_path, refused):
         ("bad.jsonl", '{"text": "a"}\n["text"]', 'bad.jsonl, line 2: no field "text"'),
         ("bad.jsonl", '{"text": "a"}\n\nplain words', "bad.jsonl, line 3: not JSON: plain words"),
         ("bad.jsonl", '{"text": "a\xff"}', "bad.jsonl, line 1: not JSON: {"),
-        ("bad.jsonl", '{"text": null}', 'bad.jsonl, line 1: "text" is null; --skip_nulls'),
         ("bad.jsonl", '{"text": 5}', 'bad.jsonl, line 1: "text" must be a string, not int'),
         ("bad.parquet", "PAR1", "bad.parquet: cannot be read: Parquet"),
     ):
@@ -178,8 +177,6 @@ def test_text_refusals(folder, tmp_path, refused):
         (folder / name).unlink()
     write_parquet(folder / "bad.parquet", ["a"], column="body")
     says("bad.parquet: no column 'text'", folder)
-    write_parquet(folder / "bad.parquet", ["a"] * 20 + [None])
-    says('bad.parquet, row 20: "text" is null; --skip_nulls leaves', folder)
     write_parquet(folder / "bad.parquet", [b"a"])
     says('bad.parquet, row 0: "text" must be a string, not bytes', folder)
     write_parquet(folder / "bad.parquet", pa.array([b"a", b"\xff"]).view(pa.string()))
@@ -217,13 +214,13 @@ def test_nulls_and_marks(tmp_path, capsys, refused):
     rows = write_parquet(tmp_path / "rows.parquet", ["a", None, f"b{mark}", "", f"c{mark}d"])
     out = tmp_path / "out"
     command = (rows, "--val", stories, "--out_dir", out)
-    run_text(*command, "--skip_nulls")
+    run_text(*command)
     printed = capsys.readouterr().out
-    assert "null documents left out: 1\n" in printed
+    assert "empty documents left out: 2\n" in printed
     assert f"warning: the text has {mark} 5 times" in printed
-    run_text(*command, "--skip_nulls")
+    run_text(*command)
     assert "already done" in capsys.readouterr().out
-    split = (*command, "--skip_nulls", "--split_at", mark)
+    split = (*command, "--split_at", mark)
     refused(run_text, *split, says=f"made with split_at None, not {mark}")
     shutil.rmtree(out)
     run_text(*split)
@@ -333,6 +330,17 @@ def test_links_are_read_by_their_names(folder, tmp_path):
     (linked / "b.jsonl").symlink_to(blob)
     (source,) = text.inspect(text.list_files([linked]), Rules("text"))
     assert read_all(source) == ["one", "two"]
+
+
+def test_linked_folders_are_entered_once(tmp_path):
+    for name in ("texts/sub", "other/deep"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "texts/a.txt").write_text("a")
+    (tmp_path / "other/deep/b.txt").write_text("b")
+    (tmp_path / "texts/link").symlink_to(tmp_path / "other")
+    (tmp_path / "texts/sub/back").symlink_to(tmp_path / "texts")
+    names = [name for name, _ in text.list_files([tmp_path / "texts"])]
+    assert names == ["a.txt", "link/deep/b.txt"]
 
 
 def test_a_name_that_is_not_utf8_is_printed(capsys, tmp_path, folder):

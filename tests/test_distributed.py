@@ -79,7 +79,8 @@ def test_two_processes_agree_with_one_and_go_on_with_its_run(shards, tmp_path, o
     """And one process with a run of two. With accumulation."""
     whole = tmp_path / "whole"
     shared = tmp_path / "shared"
-    settings = ("configs/ssmax.py", f"--optimizer={optimizer}")
+    # 17 validation windows: 9 for one process and 8 for the other
+    settings = ("configs/ssmax.py", f"--optimizer={optimizer}", "--val_tokens=272")
     assert run(arguments(shards, whole, *settings)) == 0
     for processes, steps in ((first, 3), (3 - first, 6)):
         command = arguments(shards, shared, *settings, "--resume=auto", f"--max_iters={steps}")
@@ -88,6 +89,15 @@ def test_two_processes_agree_with_one_and_go_on_with_its_run(shards, tmp_path, o
         else:
             assert both(group(command, {}, batch_size=2)) == [0, 0]
     agree(whole, shared)
+
+
+def test_two_compiled_processes_agree_with_one(shards, tmp_path):
+    settings = ("configs/lssar_p15.py", "--n_layer=1", "--max_iters=2")
+    assert run(arguments(shards, tmp_path / "one", *settings)) == 0
+    compiled = arguments(shards, tmp_path / "two", *settings, "--compile")
+    faults = dict.fromkeys(range(2), {"without_compiler": True})
+    assert both(group(compiled, faults, batch_size=2)) == [0, 0]
+    agree(tmp_path / "two", tmp_path / "one", rel=1e-4)
 
 
 @pytest.mark.parametrize(

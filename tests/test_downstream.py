@@ -248,6 +248,24 @@ def test_a_batch_has_the_scores_of_each_request_alone(tasks, tmp_path):
                 torch.testing.assert_close(torch.tensor(batched[key]), torch.tensor(answer))
 
 
+def test_a_whole_document_has_the_score_that_it_has_alone(tmp_path):
+    """Also beside a longer one, beyond the training length."""
+    from lm_eval.api.instance import Instance
+
+    run = saved_run(tmp_path / "run", small_model("lssar_p15.py").float())
+    harness = downstream.harness_model(load_run(run, Options(device="cpu")), MAX_LENGTH)
+    requests = []
+    for text in (
+        "a short one",
+        "a text of 24 characters.",
+        "a text that is longer than the others",
+    ):
+        requests.append(Instance("loglikelihood_rolling", {}, (text,), 0))
+    together = harness.loglikelihood_rolling(requests)
+    alone = [harness.loglikelihood_rolling([request])[0] for request in requests]
+    assert together == pytest.approx(alone, rel=1e-5)
+
+
 def test_a_measurement_is_made_once(evaluate, run, monkeypatch):
     measured = []
     simple_evaluate = lm_eval.simple_evaluate

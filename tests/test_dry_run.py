@@ -32,7 +32,7 @@ def test_a_dry_run_lists_windows_that_differ_by_layer(train, capsys):
     train("run", "--dry_run", *sizes, "--window_pattern=SSL")
     # the third by the pattern, and the last
     assert "windows by layer: 4, 4, all, 4, all\n" in capsys.readouterr().out
-    train("run", "--dry_run", *sizes, "--window=4")
+    train("run", "--dry_run", *sizes)
     assert "windows by layer" not in capsys.readouterr().out
     train("run", "--dry_run", "--nope_every=2", "--nope_share=0.5", "--local_window=4")
     assert "windows by layer: 4, all and 4\n" in capsys.readouterr().out

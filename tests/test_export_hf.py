@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 
 from data.tokenizer import get_tokenizer
@@ -172,6 +173,10 @@ def test_a_call_takes_what_transformers_models_take(tmp_path):
     loss = native_loss(run, x)
     assert_close(model(x, labels=x).loss, loss)
     assert_close(model(x, labels=x, return_dict=False), (loss, logits))
+    labels = x.clone()
+    labels[:, :3] = -100  # ignored
+    expected = F.cross_entropy(logits[:, 2:-1].flatten(0, 1), x[:, 3:].flatten())
+    assert_close(model(x, labels=labels).loss, expected)
     for last in (2, torch.tensor([3, 4])):
         assert_close(model(x, logits_to_keep=last).logits, logits[:, -2:])
 

@@ -1,5 +1,6 @@
 """The fused kernels against the formulas in float64: on a GPU, or in Triton's interpreter."""
 
+import ast
 import functools
 import math
 import os
@@ -578,15 +579,36 @@ def test_outputs_beyond_offsets_of_32_bits_take_another_path(monkeypatch):
     assert unsupported_reason(layer, q[:, :, 1:]) is None
 
 
+@pytest.mark.parametrize(
+    "case", ["softmax.py --window=9", "ssmax_bias.py", "lssar_p3.py", "relu_li.py"]
+)
+def test_factors_on_the_scores(case):
+    """YaRN's, which is one number or one for each query, and the factor that grows with log n."""
+    q, k, v, _ = draw_off_kinks(5, 21, 16, FLOAT32)
+    of_each_query = torch.linspace(0.5, 2, 5)[:, None]
+    for score_scale, log_base in ((1.7, None), (of_each_query, None), (1.0, 5.0)):
+        outputs = []
+        for layer, dtype in ((kernels(case, 16), FLOAT32), (in_float64(case, 16), torch.float64)):
+            layer.log_base = log_base
+            if isinstance(score_scale, torch.Tensor):
+                score_scale = score_scale.to(DEVICE, dtype).expand(1, 1, 5, 1)
+            inputs = [x.to(DEVICE, dtype) for x in (q, k, v)]
+            outputs.append(layer(*inputs, Context(score_scale)).double().cpu())
+        torch.testing.assert_close(*outputs, rtol=0, atol=2e-5)
+
+
 # ---- without a GPU: block shapes and machine code ----
 
 
 def test_no_kernel_returns_none():
     """Triton 3.6 cannot compile it."""
     for path in (ROOT / "attention_paths" / "kernels").glob("*.py"):
-        text = path.read_text()
-        if "@triton.jit" in text:
-            assert "return None" not in text, path
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            if "triton.jit" in map(ast.unparse, node.decorator_list):
+                returns = [ast.unparse(x) for x in ast.walk(node) if isinstance(x, ast.Return)]
+                assert "return None" not in returns, (path, node.name)
 
 
 def test_shapes_fit_every_kernel():

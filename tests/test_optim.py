@@ -9,7 +9,13 @@ import torch.distributed as dist
 
 from config import Config
 from layers.build import build_model
-from optim import InFloat32, ShardedMuon, build_optimizers, learning_rate
+from optim import (
+    InFloat32,
+    ShardedMuon,
+    build_optimizers,
+    learning_rate,
+    set_learning_rate,
+)
 from runtime.config_files import load_config
 from tests.helpers import SMALL
 
@@ -39,7 +45,8 @@ def test_trapezoidal_schedule():
 
 @pytest.mark.parametrize("projections", ["linear", "tpa"])
 def test_muon_takes_the_trunks_matrices_only(projections):
-    config = load_config([*SMALL, "--optimizer=muon", f"--projections={projections}"])
+    adam = ("--beta1=0.8", "--beta2=0.97", "--adam_eps=1e-7")
+    config = load_config([*SMALL, "--optimizer=muon", f"--projections={projections}", *adam])
     model = build_model(config)
     muon, adamw = build_optimizers(model, config)
     (group,) = muon.param_groups
@@ -51,6 +58,14 @@ def test_muon_takes_the_trunks_matrices_only(projections):
     decayed, not_decayed = adamw.param_groups
     assert decayed["weight_decay"] == config.weight_decay
     assert not_decayed["weight_decay"] == 0.0
+    assert group["weight_decay"] == config.weight_decay
+    assert group["adjust_lr_fn"] == "match_rms_adamw"
+    set_learning_rate([muon, adamw], 0.5)
+    assert group["lr"] == 0.5
+    for adamw_group in adamw.param_groups:
+        assert adamw_group["lr"] == 0.5
+        assert adamw_group["betas"] == (0.8, 0.97)
+        assert adamw_group["eps"] == 1e-7
 
 
 def test_muon_orthogonalises_in_float32_on_a_cpu():

@@ -43,6 +43,20 @@ def made(tmp_path_factory):
     return folder / "own.json", folder / "shards", folder / "other.json"
 
 
+def test_end_of_text_in_a_text_is_text_even_if_its_token_is_not_special(made, tmp_path):
+    file, *_ = made
+    content = json.loads(file.read_text())
+    (added,) = content["added_tokens"]
+    added["special"] = False
+    path = tmp_path / "plain.json"
+    path.write_text(json.dumps(content))
+    tokenizer = get_tokenizer(str(path))
+    text_with_mark = f"a{tokenizer.eot_text}b"
+    ids = tokenizer.encode(text_with_mark)
+    assert tokenizer.eot not in ids
+    assert ids == get_tokenizer(str(file)).encode(text_with_mark)
+
+
 def test_a_tokenizer_json_goes_with_runs_and_exports(made, train, call, tmp_path, capsys, refused):
     file, shards, other = made
     content = file.read_bytes()

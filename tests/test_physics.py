@@ -173,6 +173,19 @@ def test_the_oracle_recovers_the_law_by_plain_regression(orbit_run, searched):
     assert exponents == pytest.approx([-2, 1, 1], abs=0.15)
 
 
+def test_too_few_positive_forces_have_no_exponents(orbit_run, searched, monkeypatch):
+    def predict(options, run, probe, task):
+        forces = np.full_like(task.forces, -1.0)
+        sequences, points = np.nonzero(~task.labelled)
+        forces[sequences[:3], points[:3]] = 1.0
+        return forces
+
+    monkeypatch.setattr(physics, "predict", predict)
+    options = PhysicsOptions(pairs=400)
+    measured = physics.probe_magnitudes(options, load_run(orbit_run, options))
+    assert measured["exponents"] == {"r": None, "m1": None, "m2": None}
+
+
 def test_the_best_score_is_the_largest_drop_of_log_loss_per_node():
     start = Equation(1, 1.0, "a")
     candidates = [

@@ -6,7 +6,11 @@ import torch
 
 from attention_paths import module
 from attention_paths.reference import ReferenceAttention
-from scripts import sample
+from generation import generate
+from layers.build import build_model
+from scripts import export_hf, sample
+from scripts.common.runs import load_run
+from tests.helpers import saved_run, small_config
 
 
 def test_sample_prints_text_that_goes_on_from_the_prompt(trained, call, capsys, refused):
@@ -35,6 +39,21 @@ def test_several_prompts_are_continued_as_each_alone(trained, call, capsys):
     alone = [texts(prompt)[0] for prompt in prompts]
     assert texts(*prompts) == alone
     assert texts("abc", "xy", samples=2) == [alone[0], alone[0], alone[2], alone[2]]
+
+
+def test_a_model_without_end_of_text_begins_with_the_prompt(call, capsys, refused, tmp_path):
+    """As of characters of nanoGPT: vocab_size leaves the id out."""
+    torch.manual_seed(0)
+    config = small_config("softmax.py", "--vocab_size=256")
+    run = saved_run(tmp_path / "run", build_model(config))
+    call(sample, run, "--prompt=abc", "--max_new_tokens=5", "--temperature=0")
+    printed = capsys.readouterr().out
+    ids = torch.tensor([list(b"abc")])
+    model = load_run(run).model
+    expected = bytes(generate(model, ids, 5, temperature=0)[0].tolist())
+    assert printed.startswith(expected.decode(errors="replace"))
+    refused(call, sample, run, says="has no end-of-text token to begin with: give --prompt")
+    refused(call, export_hf, run, tmp_path / "export", says="leaves it out")
 
 
 def test_kernels_that_attend_to_padding_are_replaced(trained, call, capsys, automatic, monkeypatch):

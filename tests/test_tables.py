@@ -1,5 +1,7 @@
 """Tables of results over seeds."""
 
+import math
+
 import pytest
 
 from runtime.files import read_json
@@ -33,6 +35,13 @@ def test_entries_that_tie_are_all_best():
     assert best(a=[0.0, 0.0], b=[0.0, 0.0], c=[1.0, 1.0]) == {"a", "b"}
     assert best(a=[1.0], b=[2.0]) == set()
     assert best("higher", a=[1.0, 1.1], b=[2.0, 2.1]) == {"b"}
+
+
+def test_a_value_that_is_not_finite_leaves_its_column_empty():
+    for value in (math.nan, math.inf):
+        row = row_of([1.0, value])
+        assert row["mean"] == row["high"] == row["deviation"] == [None]
+    assert best(a=[1.0, math.nan], b=[2.0, 2.1]) == {"b"}
 
 
 @pytest.mark.parametrize("same_tokens, expected", [(True, " (3.00; -1.00)"), (False, " (3.00)")])

@@ -217,9 +217,11 @@ def test_a_stop_within_a_step_or_a_validation(train, monkeypatch, where, calls, 
 
 
 def test_a_run_goes_on_with_its_data_in_another_folder(train, shards, tmp_path):
-    train("run", "--max_iters=2")
-    moved = shutil.copytree(shards, tmp_path / "moved")
-    train("run", "--resume", "--max_iters=4", f"--data_dir={moved}")
+    data = shutil.copytree(shards, tmp_path / "data")
+    train("run", "--max_iters=2", f"--data_dir={data}")
+    moved = data.rename(tmp_path / "moved")
+    run = train("run", "--resume", "--max_iters=4", f"--data_dir={moved}")
+    assert list(metrics(run)) == [1, 2, 3, 4]
 
 
 def test_resuming_on_edited_data_is_refused(train, shards, tmp_path, refused):
