@@ -74,8 +74,10 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # from inputs and targets to nats
 
 
 @command
-def main(config: Config) -> None:
-    """Train as a config says."""
+def main(config: Config | None = None) -> None:
+    """Train as a config says or, by default, the command line."""
+    if config is None:
+        config = command_line()
     check_attention(config)
     if rank() == 0:
         wandb_settings(config)  # raises UserError before the run's folder is made

@@ -20,7 +20,7 @@ def run_train(*arguments):
     import train  # here, as many tests do without it
 
     with patch.object(sys, "argv", ["train.py", *map(str, arguments)]):
-        train.main(train.command(train.command_line)())
+        train.main()
 
 
 def copy_of_repository(target):
