@@ -186,7 +186,9 @@ class Config:
     )
     learning_rate: NonNegativeFloat = setting(6e-4, "Peak learning rate.")
     schedule: Literal["cosine", "constant", "trapezoidal"] = setting(
-        "cosine", "How the learning rate falls after the warm-up."
+        "cosine",
+        "Learning rate after the warm-up: a cosine, constant, or constant with a linear decay at "
+        "the end ('trapezoidal', also called WSD).",
     )
     warmup_iters: NonNegativeInt = setting(700, "Steps of linear warm-up.")
     cooldown_iters: NonNegativeInt = setting(
@@ -220,7 +222,7 @@ class Config:
     batch_size: NonNegativeInt = setting(
         0,
         "Largest micro-batch, in sequences. The largest divisor of a process's sequences per step "
-        "within it is used. 0: estimated from the GPU's memory, at most 64.",
+        "within it is used. 0: at most 64, on CUDA also what its memory is estimated to hold.",
     )
     attention_impl: Literal["auto", "triton", "blocked", "reference"] = setting(
         "auto", "How attention is computed. 'auto': the fastest way that works here."

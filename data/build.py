@@ -59,8 +59,10 @@ def parse_options(
     names = f"{', '.join(BUILT_IN)} or a tokenizer.json; default: {tokenizer}"
     parser.add_argument("--tokenizer", default=tokenizer, help=names)
     parser.add_argument("--out_dir", type=Path, help="the folder to make; default: in data/")
-    parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help="tokens per shard")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="threads")
+    size = f"tokens per shard ({SHARD_SIZE:,})"
+    parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help=size)
+    workers = "threads (one per core)"
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help=workers)
     split_at = "begin a document after each MARK, such as '<|endoftext|>'"
     parser.add_argument("--split_at", metavar="MARK", help=split_at)
     options = parser.parse_args(argv)

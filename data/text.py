@@ -289,7 +289,7 @@ def numbered(source: Source, first: int) -> Iterator[tuple[int, list[Document]]]
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.text", description=__doc__)
     parser.add_argument("paths", nargs="*", metavar="PATHS", help="files and folders")
-    parser.add_argument("--val", nargs="+", metavar="PATHS", help="files for validation")
+    parser.add_argument("--val", nargs="+", metavar="PATHS", help="what is for validation")
     field = f"the JSON field or parquet column of the text; default: {COLUMN}"
     parser.add_argument("--field", default=COLUMN, dest="column", metavar="FIELD", help=field)
     share = "the share of the T-token passages of the training text that an excerpt follows"

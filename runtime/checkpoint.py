@@ -215,7 +215,8 @@ def write_run_metadata(
             file.write(uncommitted())
     else:
         (run / patch).unlink(missing_ok=True)
-    record["modified"] = any(run.glob("uncommitted*.patch"))  # at this start or an earlier one
+    if record["modified"] is not None:  # None: not in a git repository
+        record["modified"] = any(run.glob("uncommitted*.patch"))  # at this start or an earlier one
     write_json(run / "environment.json", record)
 
 

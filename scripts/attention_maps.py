@@ -40,7 +40,7 @@ picture is weights_by_distance.png.
 
 RUN/attention_maps.json is a list of measurements:
 
-    variant, seed, checkpoint, step, sha256, trained_length, dtype
+    variant, seed, step, sha256, trained_length, dtype
     attention, rope, rope_factor, rope_theta, log_base
     layer               from 0
     head_windows        by layer, the most keys that each head sees in a row; null: all; of runs

@@ -14,8 +14,9 @@ built from torch.nn's Transformer modules, as a baseline without this repository
 measured in its own process, so that its peak memory is known; the models take turns, round by
 round, so that a change in the machine's speed affects all of them equally. Times are medians over
 the rounds. On a GPU a round is several steps, between which the host does not wait, as in training,
-and the file of --out has the milliseconds of a step's kernels, of all together and of the longest,
-too. The phase `decode` generates one more token for each of batch_size sequences, of which
+and the file of --out also has the milliseconds per step of all kernels together and of each of the
+longest ones. Without a scale the model is GPT-2 124M at 1,024 tokens; --batch_size is 4 by default.
+The phase `decode` generates one more token for each of batch_size sequences, of which
 block_size - 1 are cached; `attention` is ten calls of one layer's attention, forward and backward,
 and `attention_eval` is ten calls without gradients.
 """

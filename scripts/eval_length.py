@@ -30,7 +30,7 @@ RUN/eval_length.json is a list of measurements, one for each combination of weig
 settings. Lengths that it has are not measured again; new ones are added:
 
     variant, seed, trained_length                       of the run
-    checkpoint, step, sha256                            of its weights
+    step, sha256                                        of its weights
     attention, rope, rope_factor, rope_theta, log_base  the options; null: the default
     window                                              the most keys that a query sees in any
                                                         layer; null: all

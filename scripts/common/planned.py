@@ -113,7 +113,7 @@ def comparable(config: Config) -> dict:
 
 
 def processes_of(config: Config) -> int:
-    """Return how many processes train, on a GPU each: as many as divide the batch evenly."""
+    """Return how many processes train, on a GPU each: as many as divide a step's micro-batches."""
     if config.device not in ("auto", "cuda"):
         return 1
     sequences = micro_batch_size(config, world_size=1)

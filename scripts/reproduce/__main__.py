@@ -3,12 +3,12 @@
 python -m scripts.reproduce table1 --scale tiny --seeds 2
 python -m scripts.reproduce table_a6 --scale 124m --only phi_softplus,softmax --batch_size=16
 
-Prints the cost, trains the missing runs in OUT/<scale>/<entry>/seed<seed> (on all GPUs of the
-machine), evaluates them, and writes RESULTS/<scale>/<name>/table.md, table.json and pictures. All
-tables share the runs. An interrupted command continues where it stopped; nothing is done twice.
-Runs that another process is training are left to it and waited for. --only and --seeds limit the
-work; the table has every entry that is available for these seeds. RESULTS is out/results, so that
-the repository's own tables in results/ stay.
+Prints the cost, trains the missing runs in OUT/<scale>/<entry>/seed<seed> (on as many GPUs as
+divide a step's micro-batches), evaluates them, and writes RESULTS/<scale>/<name>/table.md,
+table.json and pictures. All tables share the runs. An interrupted command continues where it
+stopped; nothing is done twice. Runs that another process is training are left to it and waited for.
+--only and --seeds limit the work; the table has every entry that is available for these seeds.
+RESULTS is out/results, so that the repository's own tables in results/ stay.
 
 Other commands reproduce LSSAR's Table A7, the cost of a step (scripts.benchmark), and SSMax's Figs.
 6 to 8, needles in a haystack (scripts.needle, on runs fine-tuned by scripts.finetune_squad).
