@@ -185,9 +185,11 @@ def train(
         while True:
             finished = training.step >= config.max_iters
             just_resumed = training.step == training.resumed_at
-            # validates before it saves, so that a run resumed from here need not validate again
+            # Validates before it saves. A run that is resumed from here need not validate again,
+            # unless a new max_iters has made this step the last one.
             validates = finished or training.step % config.eval_interval == 0
-            if loader is not None and validates and not just_resumed:
+            became_last = finished and "max_iters" in training.changes
+            if loader is not None and validates and (became_last or not just_resumed):
                 monitor.validate(loader)
             stopped = all_reduce_max(len(signals)) > 0  # on the CPU: no wait for the GPU
             is_last = finished or stopped

@@ -36,6 +36,13 @@ def test_which_checkpoints_are_kept(train):
     assert checkpoint_names(folder) == ["best.pt", "step_000016.pt"]
 
 
+def test_a_run_that_is_shortened_to_its_checkpoint_is_validated_there(train):
+    run = train("run", "--max_iters=4", "--checkpoint_interval=3", "--eval_interval=4")
+    (run / "step_000004.pt").unlink()
+    train("run", "--max_iters=3", "--checkpoint_interval=3", "--eval_interval=4", "--resume")
+    assert list(metrics(run, "val_loss")) == [0, 3]
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(train, capsys, refused):
     folder = train("run")
     file = folder / "step_000006.pt"
