@@ -158,7 +158,7 @@ def read_run(folder: str) -> dict[str, Any]:
     values = read_json(path)
     if values is None:
         raise UserError(f"{path.parent} has no config.json: it is not a run of train.py")
-    return saved_settings(values, path) | {"resume": False, "out_dir": folder}
+    return saved_settings(values, path) | {"resume": False, "out_dir": str(path.parent)}
 
 
 def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
