@@ -31,9 +31,8 @@ Nakanishi 2025); an entry from another paper names it.
 
 To add a variant, add an entry to `VARIANTS`, and a `Phi` if its function is new. The package
 attention_paths computes the same weights fast. What does not fit an entry (scores mixed across
-heads, the two maps of differential attention) is a module that layers.heads.build_attention
-returns instead of attention_paths.module.Attention. --window and the sliding-window control of the
-evaluations lower the `window` of this module, or of any Attention inside it.
+heads, the two maps of differential attention) is a subclass of attention_paths.module.Attention:
+docs/variants.md has an example.
 """
 
 import math
@@ -120,8 +119,9 @@ class Rows:
 
     n: Tensor  # [Lq, 1] keys that each row sees; [B, 1, Lq, 1] with document_positions
     q_idx: Tensor  # [Lq, 1] each query's own index among the keys: the last key that it sees
-    kv_idx: Tensor  # [Lk] 0 .. Lk - 1: q_idx - kv_idx is the distance
-    head: Tensor  # [H, 1, 1] counted from 0
+    kv_idx: Tensor  # [Lk] 0 .. Lk - 1
+    head: Tensor  # [H, 1, 1] counted from 0: the heads of this call, perhaps not all
+    n_head: int  # all heads
     window: int | None
     d: int  # head size
     L: int  # the training length
@@ -143,6 +143,10 @@ class Rows:
     # set only for a variant that names them in `from_input`
     u: Tensor = field(init=False)  # [B, H, Lq, 1]
     w: Tensor = field(init=False)  # [B, H, Lq, 1]
+
+    def distance(self) -> Tensor:
+        """Return [Lq, Lk], how far each key is before its row; 0 for masked keys after it."""
+        return (self.q_idx - self.kv_idx).to(self.n.dtype).clamp_min(0)
 
     def visible_mask(self) -> Tensor:
         """Return [Lq, Lk], or [B, 1, Lq, Lk] with documents, True where a row sees a key."""
@@ -418,8 +422,7 @@ def scale_invariant(z: Tensor, rows: Rows) -> Tensor:
     With m_t = 1 - a_t^2, e^(a_t z + m_t) is sqrt(e) / (t / tau + 1) on average where z is normal
     with unit variance: beyond tau, keys from t to 2 t get as much in all as from 2 t to 4 t.
     """
-    distance = (rows.q_idx - rows.kv_idx).to(z.dtype)  # [Lq, Lk]; below 0 for masked keys
-    log_distance = torch.log1p(distance.clamp_min(0) / LOCAL_TOKENS)
+    log_distance = torch.log1p(rows.distance() / LOCAL_TOKENS)
     factor = (2 * log_distance + 1).sqrt()
     return (factor * z - 2 * log_distance).softmax(-1)
 
@@ -544,7 +547,7 @@ def attention_weights(
     if variant.bias is not None:
         z = z + variant.bias(rows)
     if rows.slopes is not None:
-        z = z - rows.slopes * (rows.q_idx - rows.kv_idx)
+        z = z - rows.slopes * rows.distance()
     if rows.cumulative_log_forget is not None:
         to_key = rows.cumulative_log_forget[:, :, None]  # [B, H, 1, Lk]
         to_query = rows.cumulative_log_forget[:, :, -z.shape[2] :, None]  # [B, H, Lq, 1]

@@ -2,31 +2,53 @@
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention import VARIANTS, Phi, Variant
+from attention import VARIANTS, Phi, Rows, Variant
 from attention_paths.fused import launch
-from attention_paths.reference import NO_CONTEXT, Context, ReferenceAttention
+from attention_paths.reference import ALL, Context, ReferenceAttention
 from errors import UserError, check_choice
+
+# The size of the example that formulas are checked with, besides the layer's number of heads.
+LENGTH, HEAD_SIZE = 6, 8
+# What a variant may name in these fields.
+NAMES = {"learnable": ("s", "b", "p_n"), "constants": ("gamma",), "from_input": ("u", "w")}
 
 
 @functools.cache
-def check_variant(variant: Variant) -> None:
-    """Raise UserError if a variant sees the future, or its phi is not as declared.
+def check_variant(variant: Variant, n_head: int) -> None:
+    """Raise UserError if a variant sees the future, or its phi or formulas are not as declared.
 
     Without this, a phi that is not 0 at `zero` would train with weights on masked keys.
     """
     name = name_of(variant)
+    check_declaration(name, variant)
     # transformers builds models on the meta device, and evaluations without gradients
     with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
         check_phi(name, variant.phi)
-        check_causality(name, variant)
+        check_formulas(name, variant, n_head)
 
 
 def name_of(variant: Variant) -> str:
     return next((name for name, entry in VARIANTS.items() if entry == variant), "the variant")
+
+
+def check_declaration(name: str, variant: Variant) -> None:
+    """Raise UserError for an entry that is no Variant of a Phi, or that names unknown inputs."""
+    if not isinstance(variant, Variant):
+        raise UserError(
+            f"{name} is a {type(variant).__name__}, but must be a Variant: Variant(phi)"
+        )
+    if not isinstance(variant.phi, Phi):
+        kind = type(variant.phi).__name__
+        raise UserError(f"{name}: its phi is a {kind}, but must be a Phi: Phi(function)")
+    for field, choices in NAMES.items():
+        for input_name in getattr(variant, field):
+            check_choice(f"{name}: {field}", input_name, choices)
 
 
 def check_phi(name: str, phi: Phi) -> None:
@@ -61,30 +83,25 @@ def check_phi(name: str, phi: Phi) -> None:
         )
 
 
-def check_causality(name: str, variant: Variant) -> None:
-    """Raise UserError if a weight or a gradient reaches a key that its row does not see."""
+def check_formulas(name: str, variant: Variant, n_head: int) -> None:
+    """Raise UserError if a formula fails, or depends on what it must not depend on.
+
+    No weight and no gradient may reach a key that its row does not see.
+    """
     generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 2, 6, 8, dtype=torch.float64, generator=generator)
-    row_inputs = {key: torch.zeros(1, 2, 6, dtype=q.dtype) for key in variant.from_input}
+    shape = (1, n_head, LENGTH, HEAD_SIZE)
+    q, k = torch.randn(2, *shape, dtype=torch.float64, generator=generator)
+    row_inputs = {key: torch.zeros(shape[:3], dtype=q.dtype) for key in variant.from_input}
     context = Context(row_inputs=row_inputs)
-    attention = ReferenceAttention(variant, 2, 8, 6, p=2.0 if variant.needs_p else None).double()
-    for scalar in variant.learnable:
-        check_choice(f"{name}: learnable", scalar, ("s", "b", "p_n"))
+    p = 2.0 if variant.needs_p else None
+    attention = ReferenceAttention(variant, n_head, HEAD_SIZE, LENGTH, p=p).double()
     learned = dict(attention.named_parameters()) | row_inputs | {"q": q, "k": k}
     for x in learned.values():
         x.requires_grad_()
-    try:
-        all_weights = attention.weights(q, k, context)[0]  # [H, 6, 6]
-    except Exception as error:  # whatever a formula raises
-        raise UserError(
-            f"{name}: its formulas fail: {type(error).__name__}: {error}. n, s, b and p_n of "
-            "`rows`, the Rows of attention.py, are tensors: rows.n.log(), not math.log(rows.n); s, "
-            "b and p_n exist where `learnable` names them"
-        ) from error
-    if variant.bias is not None and not variant.bias_per_key:
-        rows = attention.rows(q, 6, NO_CONTEXT)
-        if (torch.as_tensor(variant.bias(rows)) + rows.n.new_zeros(1)).shape[-1] > 1:
-            raise UserError(f"{name}: its bias differs between keys, so it needs bias_per_key=True")
+    for heads in (ALL, slice(n_head // 2, None)):  # the blocked path may compute some heads
+        rows = attention.rows(q, LENGTH, context.select(heads=heads), heads)
+        check_shapes(name, variant, rows)
+    all_weights = call(name, attention.weights, q, k, context)[0]  # [H, LENGTH, LENGTH]
     check_gradients(name, variant, all_weights, learned)
     for row, weights in enumerate(all_weights.unbind(1), start=1):
         (gradient,) = torch.autograd.grad(weights.square().sum(), k, retain_graph=True)
@@ -96,6 +113,48 @@ def check_causality(name: str, variant: Variant) -> None:
     check_blocks(name, attention, q, k, context)
 
 
+def call(name: str, formula: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a formula of a variant returns. Raises UserError for any exception."""
+    try:
+        return formula(*arguments)
+    except Exception as error:
+        raise UserError(
+            f"{name}: its formulas fail: {type(error).__name__}: {error}. n, s, b and p_n of "
+            "`rows`, the Rows of attention.py, are tensors: rows.n.log(), not math.log(rows.n); s, "
+            "b and p_n exist where `learnable` names them"
+        ) from error
+
+
+def check_shapes(name: str, variant: Variant, rows: Rows) -> None:
+    """Raise UserError if scale, bias or norm does not broadcast against the rows."""
+    heads = len(rows.head)
+    by_row = torch.Size((1, heads, LENGTH, 1))
+    by_key = torch.Size((1, heads, LENGTH, LENGTH))
+    for field in ("scale", "bias", "norm"):
+        term = getattr(variant, field)
+        if term is None:
+            continue
+        shape = torch.as_tensor(call(name, term, rows)).shape
+        has_keys = field == "bias" and variant.bias_per_key
+        if broadcasts(shape, by_key if has_keys else by_row):
+            continue
+        if field == "bias" and broadcasts(shape, by_key):
+            raise UserError(f"{name}: its bias differs between keys, so it needs bias_per_key=True")
+        raise UserError(
+            f"{name}: in a call of {heads} heads and {LENGTH} rows its {field} has the shape "
+            f"{list(shape)}, but must broadcast against [B, H, rows, 1] = {list(by_row)}, as "
+            "rows.n and rows.head do"
+        )
+
+
+def broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    """Tell whether a tensor of this shape can be expanded to the target's."""
+    try:
+        return torch.broadcast_shapes(shape, target) == target
+    except RuntimeError:
+        return False
+
+
 @torch.no_grad()
 def check_blocks(
     name: str,
@@ -104,26 +163,29 @@ def check_blocks(
     k: Tensor,
     context: Context,
 ) -> None:
-    """Raise UserError if a row's weights depend on the other rows and keys of the call.
+    """Raise UserError if a row's weights depend on the other heads, rows and keys of the call.
 
-    The blocked path and decoding compute a few rows at a time, without masked keys.
+    The blocked path and decoding compute a few heads and rows at a time, without masked keys.
     """
+    last_heads = slice(attention.n_head // 2, None)
     for window, first in ((None, 0), (3, 3)):
         attention.window = window
         whole = attention.weights(q, k, context)
         if not torch.equal(whole, attention.weights(q, k, context)):
             return  # it draws random numbers
-        for keys, queries in (
-            (slice(4), slice(4)),
-            (slice(6), slice(3, 6)),
-            (slice(first, 6), slice(5, 6)),
+        for heads, keys, queries in (
+            (last_heads, ALL, ALL),
+            (ALL, slice(4), slice(4)),
+            (ALL, ALL, slice(3, None)),
+            (ALL, slice(first, None), slice(LENGTH - 1, None)),
         ):
-            block_context = context.select(queries=queries, keys=keys)
-            block = attention.weights(q[:, :, queries], k[:, :, keys], block_context)
-            if not torch.allclose(block, whole[:, :, queries, keys], atol=1e-6):
+            block_context = context.select(heads=heads, queries=queries, keys=keys)
+            block = attention.weights(q[:, heads, queries], k[:, heads, keys], block_context, heads)
+            if not torch.allclose(block, whole[:, heads, queries, keys], atol=1e-6):
                 raise UserError(
-                    f"{name}: a row's weights depend on the number of keys or rows in the call, as "
-                    "of A.mean(-1) or A.shape[-1]; rows.n is the number of keys that a row sees"
+                    f"{name}: a row's weights depend on the number of heads, rows or keys in the "
+                    "call, as of len(rows.head), A.mean(-1) or A.shape[-1]; rows.n_head is the "
+                    "number of heads, rows.n the number of keys that a row sees"
                 )
 
 
@@ -139,7 +201,10 @@ def check_gradients(
     """
     cause = "in the first row n is 1 and log n is 0"
     if variant.bias_per_key:
-        cause = "for masked keys rows.q_idx - rows.kv_idx is negative: take its clamp_min(0)"
+        cause = (
+            "rows.q_idx - rows.kv_idx is negative for masked keys and 0 for a row's own key; "
+            "rows.distance() is 0 for both: take its log1p, not its log"
+        )
     for key, x in learned.items():
         (gradient,) = torch.autograd.grad(
             weights.square().sum(), x, retain_graph=True, allow_unused=True

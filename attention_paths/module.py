@@ -31,12 +31,13 @@ class Attention(ReferenceAttention):
     def __init__(
         self,
         variant: Variant,
+        n_head: int,
         *arguments: Any,
         impl: str = "auto",
         **settings: Any,
     ):
-        check_variant(variant)
-        super().__init__(variant, *arguments, **settings)
+        check_variant(variant, n_head)
+        super().__init__(variant, n_head, *arguments, **settings)
         self.impl = impl
         name = name_of(variant)
         if variant.needs_p and self.p is None:

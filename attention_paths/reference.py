@@ -142,11 +142,17 @@ class ReferenceAttention(nn.Module):
             q, keys = self.normalise_q_and_k(q, k)
             return self.output(q, keys, v, context)
 
-    def weights(self, q: Tensor, k: Tensor, context: Context = NO_CONTEXT) -> Tensor:
-        """Return the attention weights [B, H, Lq, Lk], float32 or float64, 0 for masked keys."""
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        context: Context = NO_CONTEXT,
+        heads: slice = ALL,
+    ) -> Tensor:
+        """Return these heads' weights [B, H, Lq, Lk], float32 or float64, 0 for masked keys."""
         with torch.autocast(q.device.type, enabled=False):
             q, keys = self.normalise_q_and_k(q, k)
-            rows = self.rows(q, k.shape[2], context)
+            rows = self.rows(q, k.shape[2], context, heads)
             return attention_weights(self.variant, q, keys.dot, rows)
 
     def output(
@@ -205,6 +211,7 @@ class ReferenceAttention(nn.Module):
             q_idx=q_idx,
             kv_idx=kv_idx,
             head=head,
+            n_head=self.n_head,
             window=self.window,
             d=self.head_size,
             L=self.trained_length,

@@ -55,6 +55,7 @@ def check_attention(config: Config) -> None:
 
 
 def build_heads(config: Config, heads: range, window: int | None) -> Attention:
+    """Build the attention of some heads of a layer; a subclass of Attention is built here too."""
     return Attention(
         VARIANTS[config.attention],
         len(heads),

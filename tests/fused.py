@@ -20,7 +20,7 @@ BLOCK_SIZE = 64  # the training length: the tests' lengths are smaller, equal an
 # where the kernels run: without a GPU, in Triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 for variant in VARIANTS.values():
-    check_variant(variant)  # refuses a kernel's name that is not in PHIS, with the nearest
+    check_variant(variant, 1)  # refuses a kernel's name that is not in PHIS, with the nearest
 
 
 def has_kernel(case):

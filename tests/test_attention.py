@@ -461,6 +461,7 @@ def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
         q_idx=q_idx,
         kv_idx=torch.arange(10),
         head=torch.zeros(1, 1, 1),
+        n_head=1,
         window=None,
         d=8,
         L=10,
@@ -600,7 +601,7 @@ GRADIENTS_AT_MASKED_KEYS = {
     ),
     "bias with s": Variant(
         attention.EXP,
-        bias=lambda rows: -rows.s * (rows.q_idx - rows.kv_idx).clamp_min(0).log1p(),
+        bias=lambda rows: -rows.s * rows.distance().log1p(),
         bias_per_key=True,
         learnable=("s",),
     ),
@@ -609,7 +610,7 @@ GRADIENTS_AT_MASKED_KEYS = {
 
 @pytest.mark.parametrize("variant", GRADIENTS_AT_MASKED_KEYS.values(), ids=GRADIENTS_AT_MASKED_KEYS)
 def test_formulas_whose_gradient_at_masked_keys_is_nan_are_accepted(variant):
-    check_variant(variant)
+    check_variant(variant, 2)
 
 
 def test_a_layer_can_be_built_in_inference_mode():
@@ -672,7 +673,7 @@ REFUSED = [
             bias_per_key=True,
             learnable=("s",),
         ),
-        r"own: the gradient of its weights by s is not finite.*clamp_min\(0\)",
+        r"own: the gradient of its weights by s is not finite.*rows\.distance\(\)",
     ),
     (
         Variant(
@@ -705,7 +706,15 @@ REFUSED = [
             attention.EXP,
             reweight=lambda A, rows: attention.l1_normalise((A - A.mean(-1, True)).relu()),
         ),
-        r"own: a row's weights depend on the number of keys or rows in the call",
+        "own: a row's weights depend on the number of heads, rows or keys in the call",
+    ),
+    (
+        Variant(
+            attention.EXP,
+            bias=lambda rows: -(2.0 ** -(rows.head + 1) / len(rows.head)) * rows.distance(),
+            bias_per_key=True,
+        ),
+        "own: a row's weights depend on the number of heads",
     ),
     (
         Variant(
@@ -719,8 +728,24 @@ REFUSED = [
             scale=lambda rows: rows.s.flatten() * rows.d**-0.5,
             learnable=("s",),
         ),
-        "own: its formulas fail: RuntimeError",
+        r"own: in a call of 2 heads and 6 rows its scale has the shape \[2\]",
     ),
+    (
+        Variant(attention.EXP, scale=lambda rows: torch.tensor([1.0, 2.0])[:, None, None]),
+        r"own: in a call of 1 heads and 6 rows its scale has the shape \[2, 1, 1\]",
+    ),
+    (
+        Variant(attention.EXP, norm=lambda rows: rows.n[:, 0]),
+        r"own: in a call of 2 heads and 6 rows its norm has the shape \[6\]",
+    ),
+    (
+        Variant(attention.EXP, bias=lambda rows: rows.n.new_ones(8), bias_per_key=True),
+        r"own: .* its bias has the shape \[8\]",
+    ),
+    (attention.EXP, "own is a Phi, but must be a Variant"),
+    (Variant(torch.exp), "own: its phi is a builtin_function_or_method, but must be a Phi"),
+    (Variant(attention.EXP, constants=("gama",)), "own: constants = 'gama'; did you mean gamma"),
+    (Variant(attention.EXP, from_input=("x",)), "own: from_input = 'x'; .*u, w"),
     (
         Variant(attention.EXP, learnable=("t",)),
         "own: learnable = 't'; .*s, b, p_n",
@@ -741,12 +766,10 @@ def test_a_variant_that_cannot_be_computed_or_trained_is_refused(variant, messag
 
 def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, monkeypatch):
     """ALiBi as a row, in blocks of a head and 4 queries, against the setting."""
-    slopes = torch.tensor([2.0**-4, 2.0**-8], dtype=torch.float64)[:, None, None]
 
     def bias(rows):
-        slope = slopes[rows.head[:, 0, 0]]
-        distance = rows.q_idx - rows.kv_idx
-        return -slope * distance
+        slope = 2.0 ** (-8 * (rows.head + 1) / rows.n_head)
+        return -slope * rows.distance()
 
     variant = Variant(attention.EXP, bias=bias, bias_per_key=True)
     monkeypatch.setitem(VARIANTS, "own", variant)

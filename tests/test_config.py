@@ -440,6 +440,7 @@ n_head = Sizes.head * helpers_of_this_test.depth
         ("n_layer = 3\ndropout = 0.1", "'dropout', which is not a setting; python train.py --help"),
         ("base = 32\nn_embd = 2 * base", "lists them; names of your own begin with _"),
         ("n_layer = 1 / 0", "config file {path} fails: ZeroDivisionError: division by zero"),
+        ("attention: 'lssa'", "config file {path} has `attention: ..`, which sets nothing"),
     ],
 )
 def test_refused_files(text, message, tmp_path):

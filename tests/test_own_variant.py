@@ -1,4 +1,4 @@
-"""README's "A variant of your own", followed to the letter in a copy of the repository."""
+"""The examples of attention of one's own, followed to the letter in a copy of the repository."""
 
 import json
 import math
@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from scripts.common.runner import code_hash
 from scripts.eval_length import EVAL_LENGTH
@@ -83,3 +84,50 @@ def test_the_section_of_the_readme(tmp_path, shards):
     text, _ = sampled.split("\n" + "-" * 80 + "\n")
     assert text.startswith("abc")
     assert len(text) == 43  # the data are words, in ASCII
+
+
+def test_the_subclass_of_attention_in_the_documentation(tmp_path, shards):
+    """It trains, also in a hybrid, is evaluated, sampled and mapped, and has a control."""
+    page = (ROOT / "docs/variants.md").read_text()
+    section = re.search(r"^### A subclass of Attention\n(.*?)(?=^### )", page, re.M | re.S)[1]
+    module, edit = re.findall(r"```python\n(.*?)```", section, re.S)
+    entry = re.search(r"`(VARIANTS[^`]*)`", section)[1]
+    copy = copy_of_repository(tmp_path / "copy")
+    with open(copy / "attention.py", "a") as file:
+        file.write(f"\n{entry}\n")
+    (copy / "layers/differential.py").write_text(module)
+    heads = (copy / "layers/heads.py").read_text()
+    imported, _, body = edit.partition("\n\n\ndef build_heads")
+    new_lines = body.partition("\n")[2]
+    assert heads.count("    return Attention(\n") == 1
+    heads = imported + "\n" + heads.replace("    return Attention(\n", new_lines)
+    (copy / "layers/heads.py").write_text(heads)
+
+    run = copy / "out/run"
+    settings = [*SMALL, f"--data_dir={shards}", *SIZES]
+    hybrid = ["--nope_share=0.5", "--local_window=4", "--dry_run"]
+    lengths = ["--lengths", "16,64"]
+    _, softmax, differential, _, table, maps = outputs(
+        copy,
+        ["train.py", "--attention=differential", *settings, f"--out_dir={run}"],
+        ["train.py", *settings, *hybrid],
+        ["train.py", "--attention=differential", *settings, *hybrid],
+        ["scripts/sample.py", str(run), "--prompt=abc", "--max_new_tokens=40"],
+        ["scripts/eval_length.py", str(run), *lengths],
+        ["scripts/attention_maps.py", str(run), "--text=", "--tokens=256", *lengths],
+    )
+    first, middle, last = metrics(run, "val_loss").values()
+    assert last < middle < first - 1
+    result, control = measured_losses(run)
+    assert result["loss"][0] == pytest.approx(last, rel=1e-5)
+    assert control["window"] == 16
+    assert f"{result['loss'][1]:.4f}" in table
+    # a row's weights sum to 1 - share, so that the sum of their sizes is from there to 1 + share
+    share = torch.load(run / "best.pt")["model"]["trunk.blocks.1.attn.attention.share"].mean()
+    size = float(maps.split()[-1])
+    assert 1 - share <= size <= 1 + share
+    assert size != 1
+    counts = []
+    for text in (softmax, differential):
+        counts.append(int(re.search(r"([\d,]+) parameters", text)[1].replace(",", "")))
+    assert counts[1] - counts[0] == 2  # a share for the global head of both layers

@@ -12,7 +12,8 @@ from functools import cache, lru_cache, partial
 import pytest
 import torch
 
-from attention import VARIANTS, Phi
+import layers.heads
+from attention import VARIANTS, Phi, Variant
 from config import Config
 from layers.formulas import SHARED_FORMULAS, formulas_hash
 from runtime import source
@@ -222,8 +223,37 @@ def test_what_is_no_formula_changes_no_hash(edit, edited):
 
 
 def test_no_two_variants_share_a_hash():
-    hashes = {formulas_hash(Config(attention=name, p=15.0)) for name in VARIANTS}
+    hashes = set()
+    for name, variant in VARIANTS.items():
+        hashes.add(formulas_hash(Config(attention=name, p=15.0 if variant.takes_p else None)))
     assert len(hashes) == len(VARIANTS)
+
+
+def test_the_formulas_of_a_subclass_of_attention_count(monkeypatch, tmp_path):
+    text = """
+from attention_paths.module import Attention
+
+SHARE = 0.2
+
+
+class Own(Attention):
+    def forward(self, *inputs):
+        return SHARE * super().forward(*inputs)
+"""
+    (tmp_path / "own_attention.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_attention").Own
+
+    def build_heads(config, heads, window):
+        return own(VARIANTS[config.attention], len(heads), config.d_head)
+
+    without = formulas_hash(Config())
+    monkeypatch.setattr(layers.heads, "build_heads", build_heads)
+    before = formulas_hash(Config())
+    assert before != without
+    (tmp_path / "own_attention.py").write_text(text.replace("0.2", "0.3"))
+    forget_sources()
+    assert formulas_hash(Config()) != before
 
 
 # ---- formulas of a user's own ----
@@ -392,7 +422,7 @@ def test_a_variant_that_a_script_adds(own_module, monkeypatch):
     """Its source is the module of its functions: of a lambda, a partial function, an object."""
     module = "from dataclasses import dataclass\nhalf = lambda z, by=2: z / by\n"
     module += "class Third:\n    def __call__(self, z):\n        return z / 3\n"
-    module += "@dataclass\nclass Fourth(Third):\n    pass\n"
+    module += "@dataclass(frozen=True)\nclass Fourth(Third):\n    pass\n"
     own_module("script", module)
     script = importlib.import_module("script")
     functions = (
@@ -403,18 +433,18 @@ def test_a_variant_that_a_script_adds(own_module, monkeypatch):
         lru_cache(script.half),
     )
     assert definition_of(script.half) == Definition("script")
-    before = []
-    for function in functions:
-        monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=Phi(function)))
-        before.append(formulas_hash(Config().replace(attention="own")))
+
+    def hash_with(function):
+        monkeypatch.setitem(VARIANTS, "own", Variant(Phi(function, zero=0.0, signed=True)))
+        return formulas_hash(Config(attention="own"))
+
+    before = [hash_with(function) for function in functions]
     own_module("script", module.replace("z / by", "z * by"))
     for function, hash_before in zip(functions, before, strict=True):
-        monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=Phi(function)))
-        assert hash_before != formulas_hash(Config().replace(attention="own"))
+        assert hash_before != hash_with(function)
     # what has no source of a user's own is hashed all the same
-    for function in (torch.nn.Softplus(beta=2), eval("lambda z: z"), torch.exp, torch.Tensor.exp):
-        monkeypatch.setitem(VARIANTS, "own", replace(VARIANTS["softmax"], phi=Phi(function)))
-        assert formulas_hash(Config().replace(attention="own")).startswith("syntax ")
+    for function in (torch.nn.Softsign(), eval("lambda z: z"), torch.expm1, torch.Tensor.expm1):
+        assert hash_with(function).startswith("syntax ")
     del sys.modules["script"]
 
 

@@ -60,7 +60,7 @@ class Textbook:
         Lk = k.shape[2]
         position = torch.arange(Lk, device=q.device)
         position_of_queries = position[Lk - Lq :]
-        self.distance = position_of_queries[:, None] - position  # [Lq, Lk]
+        self.distance = (position_of_queries[:, None] - position).double()  # [Lq, Lk]
         is_in_window = self.distance < (layer.window or Lk)
         self.visible = (self.distance >= 0) & is_in_window
         positions = context.document_positions
@@ -231,7 +231,7 @@ class Textbook:
         alpha = math.exp(0.5)
         beta = alpha
         tau = 10
-        t = self.distance.clamp_min(0).to(z.dtype)
+        t = self.distance.clamp_min(0)
         log_growth = (t / tau + 1).log() - math.log(alpha)
         a = (2 * (log_growth + beta / alpha)).sqrt()
         m = -(a**2) + beta / alpha

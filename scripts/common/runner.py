@@ -56,7 +56,9 @@ and in scripts.reproduce. A command, `python FILE.py RUN` in the repository's fo
 `measure_or_load(LIKELIEST, LikeliestOptions(tokens=50), "out/softmax")` measures a run only once: a
 measurement is stored with the facts that identify it, and looked up by them. These are the run's
 checkpoint and how it was opened, the formulas of its attention, its validation shards, and what
-`identify` adds. If other code has changed since, a message says so.
+`identify` adds. If other code has changed since, a message says so. An option of its own that
+changes the numbers must be in the chunk's name, as `tokens` above, or in what `identify` returns:
+otherwise the measurement with one value is taken for that with another.
 """
 
 import sys
