@@ -135,15 +135,15 @@ def check_shapes(name: str, variant: Variant, rows: Rows) -> None:
         if term is None:
             continue
         shape = torch.as_tensor(call(name, term, rows)).shape
-        has_keys = field == "bias" and variant.bias_per_key
-        if broadcasts(shape, by_key if has_keys else by_row):
+        target = by_key if field == "bias" and variant.bias_per_key else by_row
+        if broadcasts(shape, target):
             continue
         if field == "bias" and broadcasts(shape, by_key):
             raise UserError(f"{name}: its bias differs between keys, so it needs bias_per_key=True")
         raise UserError(
-            f"{name}: in a call of {heads} heads and {LENGTH} rows its {field} has the shape "
-            f"{list(shape)}, but must broadcast against [B, H, rows, 1] = {list(by_row)}, as "
-            "rows.n and rows.head do"
+            f"{name}: in a call of {heads} heads, {LENGTH} rows and {LENGTH} keys its {field} has "
+            f"the shape {list(shape)}, which does not broadcast against {list(target)}, as rows.n "
+            "and rows.head do"
         )
 
 

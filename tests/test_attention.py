@@ -728,15 +728,15 @@ REFUSED = [
             scale=lambda rows: rows.s.flatten() * rows.d**-0.5,
             learnable=("s",),
         ),
-        r"own: in a call of 2 heads and 6 rows its scale has the shape \[2\]",
+        r"own: in a call of 2 heads, 6 rows and 6 keys its scale has the shape \[2\]",
     ),
     (
         Variant(attention.EXP, scale=lambda rows: torch.tensor([1.0, 2.0])[:, None, None]),
-        r"own: in a call of 1 heads and 6 rows its scale has the shape \[2, 1, 1\]",
+        r"own: in a call of 1 heads, 6 rows and 6 keys its scale has the shape \[2, 1, 1\]",
     ),
     (
         Variant(attention.EXP, norm=lambda rows: rows.n[:, 0]),
-        r"own: in a call of 2 heads and 6 rows its norm has the shape \[6\]",
+        r"own: in a call of 2 heads, 6 rows and 6 keys its norm has the shape \[6\]",
     ),
     (
         Variant(attention.EXP, bias=lambda rows: rows.n.new_ones(8), bias_per_key=True),
