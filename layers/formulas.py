@@ -1,49 +1,68 @@
-"""A hash of the formulas of a layer's attention, to recognise results of other formulas."""
+"""A hash of what a layer's attention computes, to recognise results of other formulas."""
 
-from attention import VARIANTS
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from attention_paths.module import Attention
+from attention_paths.reference import Context
 from config import Config
+from layers.documents import positions_in_documents
 from layers.heads import build_hybrid_attention
-from runtime.source import Definition, definition_of, source_hash
 
-# The formulas that all variants share.
-SHARED_FORMULAS = (
-    Definition("attention", "attention_weights"),
-    Definition("attention_paths.reference", "ReferenceAttention.normalise_q_and_k"),
-    Definition("attention_paths.reference", "ReferenceAttention.rows"),
-    Definition("layers.heads", "alibi_heads"),
-    Definition("config", "Config.nope_heads"),
-)
-# A variant's script may import these: they have no formulas, so formulas_hash leaves them out.
-MODULES_WITHOUT_FORMULAS = (
-    "train",
-    "model",
-    "optim",
-    "generation",
-    "evaluation",
-    "data",
-    "scripts",
-)
+# Numbers of tokens. The training length and the windows are shorter than the sequence, so that the
+# hash also covers what a formula does beyond them.
+LENGTH = 48
+TRAINED_LENGTH = 16
+LARGEST_WINDOW = 24
+DOCUMENT_STARTS = (0, 3, 13)
+# Outputs are rounded to multiples of this: their last bits depend on the processor.
+PRECISION = 1e-6
 
 
 def formulas_hash(config: Config) -> str:
-    """A hash of the source of the formulas of a layer's attention; runtime.source describes it.
+    """A hash of the outputs of all layers' attention for fixed random inputs, in float64.
 
-    Of an entry that a script has added to VARIANTS, it covers the functions alone. A subclass of
-    Attention counts with all code that it reaches.
+    Code that is written in another way, and a new setting, keep the hash if they keep the outputs.
     """
-    names = [config.attention]
-    if config.local_window is not None:
-        names.append("softmax")
-    roots = list(SHARED_FORMULAS)
-    for name in names:
-        roots.append(Definition("attention", "VARIANTS", name))
-        variant = VARIANTS[name]
-        for value in (*vars(variant).values(), *vars(variant.phi).values()):
-            if callable(value) and definition_of(value).module != "attention":
-                roots.append(definition_of(value))
+    digest = hashlib.sha256()
     for layer in range(config.n_layer):
-        for module in build_hybrid_attention(config, layer):
-            if type(module) is not Attention:
-                roots.append(definition_of(type(module)))
-    return source_hash(tuple(roots), MODULES_WITHOUT_FORMULAS)
+        for attention in build_hybrid_attention(config, layer):
+            for output in example_outputs(attention, config.forget):
+                digest.update((output / PRECISION).round().long().numpy().tobytes())
+    return f"outputs {digest.hexdigest()[:16]}"
+
+
+@torch.no_grad()
+def example_outputs(attention: Attention, forget: bool) -> list[Tensor]:
+    """The outputs [1, H, LENGTH, d] for one document, and for several."""
+    generator = torch.Generator().manual_seed(0)
+    H = attention.n_head
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    attention.double()
+    attention.impl = "reference"
+    attention.trained_length = TRAINED_LENGTH
+    if attention.window is not None:
+        attention.window = min(attention.window, LARGEST_WINDOW)
+    for parameter in attention.parameters():
+        parameter.uniform_(0.5, 1.5, generator=generator)
+    q, k, v = (random(1, H, LENGTH, attention.head_size) for _ in range(3))
+    q *= 4  # scores beyond the kinks of phi, such as relu6's
+    row_inputs = {name: random(1, H, LENGTH) for name in attention.variant.from_input}
+    log_forget = F.logsigmoid(2 + random(1, H, LENGTH)) if forget else None
+    is_start = torch.zeros(1, LENGTH, dtype=torch.bool)
+    is_start[0, list(DOCUMENT_STARTS)] = True
+    outputs = []
+    for document_positions in (None, positions_in_documents(is_start)):
+        context = Context(
+            row_inputs=row_inputs,
+            log_forget=log_forget,
+            document_positions=document_positions,
+        )
+        outputs.append(attention(q, k, v, context))
+    return outputs

@@ -14,7 +14,7 @@ LAYERS = (
     ("data.vocabulary",),
     ("runtime.nanogpt",),
     ("runtime.hf_config",),
-    ("config", "runtime.distributed", "runtime.source"),
+    ("config", "runtime.distributed"),
     ("runtime.config_files",),
     ("runtime.device", "runtime.run_folder"),
     ("data", "attention"),

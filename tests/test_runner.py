@@ -29,7 +29,6 @@ from scripts.common.runner import NO_TEXT
 from scripts.common.runs import load_run, open_model, rope_scaling
 from tests.helpers import measured_losses, reverse_shards, saved_run, small_config
 from tests.runs import ROOT
-from tests.test_source import forget_sources
 
 # ---- options ----
 
@@ -226,7 +225,7 @@ def test_an_edited_formula_is_remeasured(run, call, pictures, other_formula, mon
 
     before = losses()
     assert "other code" not in capsys.readouterr().out
-    monkeypatch.setattr(runner, "code_hash", lambda evaluation: "syntax other")
+    monkeypatch.setattr(runner, "code_hash", lambda evaluation: "other")
     assert losses() == before
     assert capsys.readouterr().out.count("with other code; --again repeats it") == 1
     other_formula()
@@ -289,8 +288,7 @@ def test_an_evaluation_notices_other_shards_and_its_own_edits(shards, likeliest,
         tokens = 256
 
     def measurements(name="likeliest_token", **functions):
-        """How many there are after another process has measured the run."""
-        forget_sources()
+        """How many there are after the run has been measured."""
         evaluation = replace(
             likeliest.LIKELIEST, name=name, options=OptionsWithoutText, **functions
         )
@@ -305,6 +303,9 @@ def test_an_evaluation_notices_other_shards_and_its_own_edits(shards, likeliest,
     assert measurements(**without_text) == 1
     assert "other code" not in capsys.readouterr().out
     file = tmp_path / "my_file.py"
+    file.write_text("# a comment\n" + file.read_text())
+    assert measurements() == 2
+    assert "other code" not in capsys.readouterr().out
     file.write_text(file.read_text().replace("softmax(-1)", "sigmoid()"))
     assert measurements() == 2
     assert "with other code; --again repeats it" in capsys.readouterr().out

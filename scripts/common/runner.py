@@ -56,11 +56,14 @@ and in scripts.reproduce. A command, `python FILE.py RUN` in the repository's fo
 `measure_or_load(LIKELIEST, LikeliestOptions(tokens=50), "out/softmax")` measures a run only once: a
 measurement is stored with the facts that identify it, and looked up by them. These are the run's
 checkpoint and how it was opened, the formulas of its attention, its validation shards, and what
-`identify` adds. If other code has changed since, a message says so. An option of its own that
+`identify` adds. If the evaluation's file has changed since, a message says so. An option that
 changes the numbers must be in the chunk's name, as `tokens` above, or in what `identify` returns:
 otherwise the measurement with one value is taken for that with another.
 """
 
+import ast
+import hashlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -78,7 +81,6 @@ from runtime.checkpoint import Checkpoint
 from runtime.device import environment, pick_device
 from runtime.files import check_writable, is_writable, locked, read_json, write_json
 from runtime.hf_config import PRETRAINED
-from runtime.source import definition_of, source_hash
 from scripts.common.command_line import parse, require
 from scripts.common.hf_loading import scaled_config
 from scripts.common.hf_models import (
@@ -94,8 +96,6 @@ from scripts.common.options import EvaluationOptions, Options
 from scripts.common.plots import save_picture
 from scripts.common.runs import Run, find_weights, load_run, model_facts, outline, run_facts
 
-# Modules left out of the code hash: they change no number, or the formulas' hash has them.
-NOT_HASHED = ("config", "errors", "runtime", "attention")
 # What identifies the measurement of an evaluation that reads no validation text.
 NO_TEXT = {"data_dir": None, "val_sha256": None}
 # Options that models of transformers do not take.
@@ -163,16 +163,11 @@ def identity(evaluation: Evaluation, options: EvaluationOptions, config: Config)
 
 
 def code_hash(evaluation: Evaluation) -> str:
-    """A hash of the source behind the numbers of an evaluation, besides the formulas."""
-    functions = (
-        load_run,
-        evaluation.options,
-        evaluation.identify,
-        evaluation.chunks,
-        evaluation.measure,
-        evaluation.summarise,
-    )
-    return source_hash(tuple(map(definition_of, functions)), NOT_HASHED)
+    """A hash of the code in an evaluation's file; comments and formatting do not count."""
+    file = inspect.getsourcefile(evaluation.measure)
+    assert file is not None
+    code = ast.unparse(ast.parse(Path(file).read_bytes()))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
 # ---- measuring a run once ----
