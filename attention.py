@@ -125,7 +125,6 @@ class Rows:
     window: int | None
     d: int  # head size
     L: int  # the training length
-    gamma: float
     p: float | None
     # computes stage 2: normalised_power, or a faster equivalent (attention_paths.power)
     normalised_power: Callable[[Tensor, Tensor, float], Tensor]
@@ -203,7 +202,6 @@ class Variant:
     l2_normalise: bool = False  # q and k are scaled to unit length first
     bounded: bool = False  # scores never get so low that phi underflows for a whole row
     learnable: tuple[str, ...] = ()  # any of s and b (one per head) and p_n (shared by all layers)
-    constants: tuple[str, ...] = ()  # the settings that its formulas use: gamma
     # row inputs, any of u and w, which each head computes linearly from the layer's input
     from_input: tuple[str, ...] = ()
     # maps scores [.., Lq, Lk], -inf for masked keys, to weights, in place of phi, norm and stage 2,
@@ -307,8 +305,8 @@ def training_length(rows: Rows) -> float:
     return rows.L
 
 
-def gamma_sqrt_half_n(rows: Rows) -> Tensor:
-    return rows.gamma * (rows.n / 2).sqrt()
+def sqrt_half_n(rows: Rows) -> Tensor:
+    return (rows.n / 2).sqrt()
 
 
 # ---- stage 2 of other variants, and weights of whole rows ----
@@ -439,13 +437,10 @@ VARIANTS: dict[str, Variant] = {
     "sigmoid_l1": Variant(SIGMOID),
     "relu_wortsman": Variant(RELU, norm=training_length),  # L as for sigmoid
     "relu_li": Variant(RELU),
-    # The paper gives no gamma. With 1, normal scores and values of unit variance give an output of
-    # unit variance: relu(z)^2 is 1/2 on average.
-    "relu_shen": Variant(
-        RELU,
-        norm=gamma_sqrt_half_n,
-        constants=("gamma",),
-    ),
+    # Shen et al. multiply the norm by a gamma, which the LSSAR paper does not give. Without it,
+    # normal scores and values of unit variance give an output of unit variance: relu(z)^2 is 1/2
+    # on average.
+    "relu_shen": Variant(RELU, norm=sqrt_half_n),
     # Bounded: scores of unit vectors are within +-log d log n, above -41 at d = 64, n = 16,384.
     "lssa": Variant(
         SOFTPLUS,

@@ -106,8 +106,6 @@ class Config:
     )
     forget: bool = setting(False, "Forget gates lower the scores of earlier keys (FoX).")
     s_init: float = setting(1.0, "Initial s of SSMax. The paper has 0.1685 in (e) and (f).")
-    b_init: float = setting(0.0, "Initial b of ssmax_bias and ssmax_probe.")
-    gamma: PositiveFloat = setting(1.0, "gamma of ReLU attention by Shen et al.")
     # ---- model: the weights, and the layers around attention ----
     n_layer: PositiveInt = setting(12, "Number of transformer blocks.")
     n_head: PositiveInt = setting(12, "Attention heads per block.")

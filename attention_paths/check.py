@@ -16,7 +16,7 @@ from errors import UserError, check_choice
 # The size of the example that formulas are checked with, besides the layer's number of heads.
 LENGTH, HEAD_SIZE = 6, 8
 # What a variant may name in these fields.
-NAMES = {"learnable": ("s", "b", "p_n"), "constants": ("gamma",), "from_input": ("u", "w")}
+NAMES = {"learnable": ("s", "b", "p_n"), "from_input": ("u", "w")}
 
 
 @functools.cache

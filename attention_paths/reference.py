@@ -95,13 +95,11 @@ class ReferenceAttention(nn.Module):
         alibi_heads: int = 0,
         sink: str = "none",
         s: float = 1.0,
-        b: float = 0.0,
-        gamma: float = 1.0,
     ) -> None:
         """Most arguments are settings of config.py; the last `alibi_heads` heads have ALiBi.
 
-        `trained_length` is the L of the formulas, which most variants do not use; `s` and `b` are
-        the initial values of learned scalars.
+        `trained_length` is the L of the formulas, which most variants do not use; `s` is the
+        initial value of a learned s.
         """
         super().__init__()
         self.variant = variant
@@ -113,10 +111,9 @@ class ReferenceAttention(nn.Module):
         self.softcap = softcap
         self.alibi_heads = alibi_heads
         self.has_sink = sink != "none"
-        self.gamma = gamma
         initial = {
             "s": torch.full((n_head,), s),
-            "b": torch.full((n_head,), b),
+            "b": torch.zeros(n_head),
             "p_n": torch.ones(trained_length),
             "sink": torch.zeros(n_head),
         }
@@ -215,7 +212,6 @@ class ReferenceAttention(nn.Module):
             window=self.window,
             d=self.head_size,
             L=self.trained_length,
-            gamma=self.gamma,
             p=self.p,
             normalised_power=fast_normalised_power,
             document_positions=document_positions,

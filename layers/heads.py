@@ -12,8 +12,6 @@ TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
     "p": (lambda v: v.takes_p, "re-weighting needs l1 and weights that are never negative"),
     "sink": (lambda v: v.takes_sink, "a sink shares l1 with keys whose weights are never 0"),
     "s_init": (lambda v: "s" in v.learnable, "it is the first value of a learned s"),
-    "b_init": (lambda v: "b" in v.learnable, "it is the first value of a learned b"),
-    "gamma": (lambda v: "gamma" in v.constants, "it is a constant of a formula"),
 }
 
 
@@ -67,8 +65,6 @@ def build_heads(config: Config, heads: range, window: int | None) -> Attention:
         alibi_heads=alibi_heads(config, heads),
         sink=config.sink,
         s=config.s_init,
-        b=config.b_init,
-        gamma=config.gamma,
         impl=config.attention_impl,
     )
 

@@ -36,7 +36,6 @@ CASES = [
     "sigmoid_logn_l1.py --softcap=2 --sink=one",
     "ssmax.py --positions=alibi --softcap=1",
     "softmax.py --p=3 --sink=one",
-    "relu_shen.py --gamma=3",
     "relu_li.py --p=3",
     "ablations/phi_relu6.py --p=1",
     "ablations/phi_softplus.py --p=2.5",
@@ -126,10 +125,10 @@ def test_equals_the_formula(case):
 
 
 def test_learnables_start_at_their_settings():
-    config = small_config("ablations/ssmax_probe.py", "--s_init=0.2", "--b_init=3")
+    config = small_config("ablations/ssmax_probe.py", "--s_init=0.2")
     attn = build_attention(config, layer=0)
     assert attn.s.tolist() == pytest.approx([0.2, 0.2])
-    assert attn.b.tolist() == [3, 3]
+    assert attn.b.tolist() == [0, 0]
     assert attn.p_n.tolist() == [1] * 16
     with_sink = build_attention(small_config("softmax_sink.py"), layer=0)
     assert with_sink.sink.tolist() == [0, 0]
@@ -465,7 +464,6 @@ def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
         window=None,
         d=8,
         L=10,
-        gamma=1.0,
         p=3,
         normalised_power=attention.normalised_power,
     )
@@ -744,7 +742,6 @@ REFUSED = [
     ),
     (attention.EXP, "own is a Phi, but must be a Variant"),
     (Variant(torch.exp), "own: its phi is a builtin_function_or_method, but must be a Phi"),
-    (Variant(attention.EXP, constants=("gama",)), "own: constants = 'gama'; did you mean gamma"),
     (Variant(attention.EXP, from_input=("x",)), "own: from_input = 'x'; .*u, w"),
     (
         Variant(attention.EXP, learnable=("t",)),

@@ -72,8 +72,6 @@ def test_defaults_are_the_124m_recipe():
         attention="softmax",
         p=None,
         s_init=1,
-        b_init=0,
-        gamma=1,
         window=None,
         # batches and steps
         total_batch_size=524288,

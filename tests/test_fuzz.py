@@ -89,7 +89,6 @@ settings_of_a_run = {
     "data_dir": texts,
     "device": texts,
     "eval_interval": numbers,
-    "gamma": st.floats(),
     "grad_clip": st.floats(0, 1e300),
     "init_from": texts,
     "keep_last": numbers,

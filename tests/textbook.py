@@ -55,7 +55,6 @@ class Textbook:
         self.context = context
         self.d = q.shape[-1]
         self.L = layer.trained_length
-        self.gamma = layer.gamma
         Lq = q.shape[2]
         Lk = k.shape[2]
         position = torch.arange(Lk, device=q.device)
@@ -275,7 +274,7 @@ FORMULAS = {
     "sigmoid_l1": lambda t: t.l1(torch.sigmoid, t.z()),
     "relu_wortsman": lambda t: t.phi(torch.relu, t.z()) / t.L,
     "relu_li": lambda t: t.l1(torch.relu, t.z()),
-    "relu_shen": lambda t: t.phi(torch.relu, t.z()) / (t.gamma * (t.n / 2).sqrt()),
+    "relu_shen": lambda t: t.phi(torch.relu, t.z()) / (t.n / 2).sqrt(),
     "lssa": lambda t: t.l1(softplus, t.cosines()),
     "lssar": lambda t: t.l1(softplus, t.cosines()),
     "softmax_inverse": lambda t: -t.softmax(t.z()),

@@ -71,8 +71,7 @@ class Options(LoadingOptions):
             if variant is not None and not variant.needs_p:
                 changes["p"] = None
             if self.attention != config.attention:
-                # the run's values were for its own variant
-                changes |= {key: getattr(Config, key) for key in ("s_init", "b_init", "gamma")}
+                changes["s_init"] = Config.s_init  # the run's was for its own variant
         if self.p is not None:
             changes["p"] = self.p
         return config.replace(**changes)
