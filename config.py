@@ -379,7 +379,7 @@ def types_of(hint: Any) -> tuple[type, ...]:
 TYPES = {name: types_of(hint) for name, hint in typing.get_type_hints(Config).items()}
 
 
-def names(*groups: str) -> tuple[str, ...]:
+def settings_in(*groups: str) -> tuple[str, ...]:
     """Return the names of the settings of these groups."""
     selected = []
     group = ""
@@ -391,9 +391,9 @@ def names(*groups: str) -> tuple[str, ...]:
 
 
 # The settings that decide what a run learns.
-LEARNED = names("attention", "model", "data", "optimisation")
+LEARNED = settings_in("attention", "model", "data", "optimisation")
 # Settings that may change on resume.
-FREE_ON_RESUME = {"data_dir", "max_iters", "cooldown_iters", *names("machine", "logs", "run")}
+FREE_ON_RESUME = {"data_dir", "max_iters", "cooldown_iters", *settings_in("machine", "logs", "run")}
 # Settings that determine the learning rate of each step.
 SCHEDULE = ("learning_rate", "schedule", "warmup_iters", "cooldown_iters", "min_lr", "max_iters")
 # Settings that may change on resume too; environment.json records the changes.

@@ -382,10 +382,11 @@ class GPT(nn.Module):
         one document.
         """
         cached_length = None if cache is None else cache.document_length
-        if is_start is None and self.document_start is not None:
-            is_start = idx == self.document_start
-        elif is_start is None and cached_length is not None:
-            is_start = torch.zeros_like(idx, dtype=torch.bool)  # the cache's documents go on
+        if is_start is None:
+            if self.document_start is not None:
+                is_start = idx == self.document_start
+            elif cached_length is not None:  # the cache's documents go on
+                is_start = torch.zeros_like(idx, dtype=torch.bool)
         document_positions = None
         if is_start is not None:
             document_positions = positions_in_documents(is_start, cached_length)

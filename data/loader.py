@@ -49,7 +49,7 @@ class Batching:
     """How sequences are put into batches, and which share of them a rank takes."""
 
     block_size: int  # positions of a sequence
-    batch_size: int  # sequences of a step, over all ranks
+    sequences_per_step: int  # over all ranks
     seed: int  # of the order within an epoch
     rank: int = 0
     world_size: int = 1
@@ -77,15 +77,16 @@ class Loader(ABC):
     cropped: float = 0.0  # share of an epoch's tokens that align_documents leaves out
 
     def __init__(self, n_windows: int, batching: Batching) -> None:
-        if n_windows < batching.batch_size:
+        if n_windows < batching.sequences_per_step:
             tokens = f"{self.tokens} tokens"
-            needed = f"at least {batching.batch_size * batching.block_size + 1} tokens are needed"
+            tokens_per_step = batching.sequences_per_step * batching.block_size
+            needed = f"at least {tokens_per_step + 1} tokens are needed"
             if self.cropped:
                 tokens += f", of which align_documents crops {self.cropped:.1%},"
                 needed = "more documents are needed"
             raise UserError(
                 f"{self.source}: {tokens} give {n_windows} windows of {batching.block_size} tokens "
-                f"and a target, fewer than one batch ({batching.batch_size}); {needed}"
+                f"and a target, fewer than one batch ({batching.sequences_per_step}); {needed}"
             )
         self.n_windows = n_windows
         self.batching = batching
@@ -96,8 +97,8 @@ class Loader(ABC):
     def batch(self, step: int) -> Batch:
         """Return this rank's share of a batch: inputs and targets.
 
-        Both are int64 [batch_size / world_size, L, ...], L <= T. Negative targets have no loss.
-        Steps may come in any order; the next batch is read in the background.
+        Both are int64 [sequences_per_step / world_size, L, ...], L <= T. Negative targets have no
+        loss. Steps may come in any order; the next batch is read in the background.
         """
         batch = self._ahead.get(step) or self._reader.submit(self.read, step)
         self._ahead = {step + 1: self._reader.submit(self.read, step + 1)}
@@ -140,8 +141,8 @@ class Loader(ABC):
 
     def _windows(self, step: int) -> Ints:
         """The indices of the windows that are this rank's sequences of a step: [b]."""
-        count = self.batching.batch_size // self.batching.world_size
-        begin = step * self.batching.batch_size + self.batching.rank * count
+        count = self.batching.sequences_per_step // self.batching.world_size
+        begin = step * self.batching.sequences_per_step + self.batching.rank * count
         return epoch_order(begin, count, self.n_windows, self.batching.seed)
 
 

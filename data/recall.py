@@ -182,7 +182,7 @@ def hash_sequences(task: str) -> str:
     The hash changes if this code, or numpy's generators, draw different sequences.
     """
     digest = hashlib.sha256()
-    loader = RecallLoader(task, Batching(block_size=64, batch_size=8, seed=0))
+    loader = RecallLoader(task, Batching(block_size=64, sequences_per_step=8, seed=0))
     for step in range(8):
         for tensor in loader.read(step):
             digest.update(tensor.numpy().tobytes())

@@ -40,7 +40,7 @@ def open_loader(config: Config, rank: int, world_size: int, device: torch.device
         return None
     batching = Batching(
         block_size=config.block_size,
-        batch_size=config.total_batch_size // config.block_size,
+        sequences_per_step=config.total_batch_size // config.block_size,
         seed=config.seed,
         rank=rank,
         world_size=world_size,

@@ -241,21 +241,12 @@ def find_cut(source: Source) -> int:
     """
     tenth = source.length * 9 // 10
     start = max(tenth - 1, 1)
-    end_part = replace(source, characters=range(start, source.length))
+    (document,) = replace(source, characters=range(start, source.length)).read()
+    text = "".join(document)
     for pattern in ENDS:
-        position = start
-        text = ""
-        beginning = ""
-        (document,) = end_part.read()
-        for chunk in document:
-            beginning = beginning or chunk[tenth - start :][:20]
-            text += chunk
-            words = text.rstrip()
-            if match := pattern.search(words):
-                return position + match.end()
-            # a match is white space alone: what precedes the space at the end has none
-            text = text[len(words) :]
-            position += len(words)
+        if match := pattern.search(text.rstrip()):
+            return start + match.end()
+    beginning = text[tenth - start :][:20]
     raise UserError(
         f"{source.path}: cannot split off a validation set: no word boundary in the last tenth, "
         f"{beginning!r}; give more text, or a file for validation with --val"

@@ -199,7 +199,9 @@ def write_run_metadata(
     with atomic_write(run / DATA_DIR, "w") as file:
         file.write(os.path.abspath(config.data_dir) + "\n")
     record = environment(config.device) | facts
-    if resumed_at is not None:
+    if resumed_at is None:
+        record["formulas"] = formulas_hash(config)
+    else:
         edited = formulas_difference(run, config)
         if edited is not None:
             print(f"warning: {run} began with {edited}", file=sys.stderr)

@@ -13,7 +13,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from config import FREE_ON_RESUME, GROUPS, LEARNED, ROOT, SETTINGS, TYPES, Config, choices, names
+from config import (
+    FREE_ON_RESUME,
+    GROUPS,
+    LEARNED,
+    ROOT,
+    SETTINGS,
+    TYPES,
+    Config,
+    choices,
+    settings_in,
+)
 from data.vocabulary import BUILT_IN, TOKENIZER
 from errors import UserError, did_you_mean, nearest
 from runtime.files import read_json
@@ -90,8 +100,14 @@ def default_out_dir(files: Sequence[Path], settings: dict[str, Any], config: Con
     keys = [key for key in LEARNED if key not in FREE_ON_RESUME]
     if not files:
         keys = [key for key in keys if key not in ("attention", "p")]  # they name the variant
-    stems = [file.stem for file in files] or [config.variant_name]
+    stems = [stem_of(file) for file in files] or [config.variant_name]
     return f"out/{shorten(run_name(stems, settings, keys), longest=100)}"
+
+
+def stem_of(file: Path) -> str:
+    """A config file's name: of configs/scales/recall/tiny.py, recall_tiny."""
+    parts = file.with_suffix("").parts
+    return "_".join(parts[parts.index("scales") + 1 :]) if "scales" in parts else file.stem
 
 
 def shorten(name: str, longest: int = 55) -> str:
@@ -235,7 +251,7 @@ def help_text() -> str:
     ]
     for group in GROUPS.values():
         lines += ["", f"{group}:"]
-        for name in names(group):
+        for name in settings_in(group):
             option = f"  --{name}={getattr(Config, name)!r}"
             line = f"{option:36} {SETTINGS[name]['help']}"
             if choices(name):

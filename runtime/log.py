@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from config import Config, names
+from config import Config, settings_in
 from errors import UserError, discard_output, first_line
 from runtime.files import atomic_write, read_json, write_json, writing
 from runtime.hf_config import PRETRAINED
@@ -311,7 +311,7 @@ def describe_initial(config: Config) -> list[str]:
         return []
     before = read_config(config.init_from)
     lines = []
-    for key in names("attention", "model"):
+    for key in settings_in("attention", "model"):
         if getattr(config, key) != getattr(before, key):
             lines.append(
                 f"{key} = {getattr(config, key)!r}; {config.init_from} was trained with "

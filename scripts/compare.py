@@ -42,7 +42,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from config import Config, choices, names
+from config import Config, choices, settings_in
 from errors import UserError, command
 from layers.heads import check_attention
 from runtime.config_files import format_value, load_config, parse, read_file, require_known_setting
@@ -56,8 +56,8 @@ from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import build_parser, run_experiment
 
 # Settings that entries may differ in: losses on other data or at other lengths cannot be compared.
-COMPARABLE = {*names("attention", "model", "optimisation")} - {"block_size", "seed"}
-FIXED = (*names("data"), "block_size")
+COMPARABLE = {*settings_in("attention", "model", "optimisation")} - {"block_size", "seed"}
+FIXED = (*settings_in("data"), "block_size")
 # How the run of CONFIG.py:VIEW may be evaluated.
 VIEWS = ("linear", "ntk", "dynamic_ntk", "yarn", "ntk16", "plain_rope", "adaptive_temperature")
 NOTHING = "nothing to compare: give two configs, or a setting two values: --p=3,5"

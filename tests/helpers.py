@@ -11,7 +11,6 @@ import torch
 from config import Config
 from data.shards import read_shard, write_shard
 from layers.build import build_model
-from layers.formulas import formulas_hash
 from model import GPT
 from runtime.checkpoint import Saver, Training, write_run_metadata
 from runtime.config_files import load_config
@@ -111,7 +110,7 @@ def set_meta(tokenizer: str, **more) -> dict:
 def saved_run(folder: Path, model: GPT) -> Path:
     """A run's folder as train.py leaves it, for an untrained model."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_run_metadata(folder, model.config, {"formulas": formulas_hash(model.config)}, None, {})
+    write_run_metadata(folder, model.config, {}, None, {})
     training = Training(model, torch.float32, [], torch.amp.GradScaler("cpu"), step=7)
     with closing(Saver(folder, model.config, None)) as saver:
         saver.save("step", training.state(model.config))

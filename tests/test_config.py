@@ -101,7 +101,8 @@ def test_defaults_are_the_124m_recipe():
 def test_config_files_load_and_say_what_they_are(name):
     config = load_config([at(name)])
     file = Path(at(name))
-    assert config.out_dir == f"out/{file.stem}"
+    folder = "t6_" if name in T6_SCALES else ""
+    assert config.out_dir == f"out/{folder}{file.stem}"
     comments = re.findall(r"^# (.*)$", file.read_text(), re.MULTILINE)
     pattern = r"\w"
     if name in ROWS + T6:
@@ -155,6 +156,7 @@ def test_command_line_values(arguments, key, value):
         ([], "out/softmax"),
         ([at("lssar_p15.py"), at("scales/tiny.py")], "out/lssar_p15_tiny"),
         ([at("lssar_p15.py"), at("scales/tiny.py"), "--p=7"], "out/lssar_p15_tiny,p=7"),
+        ([at("lssar_p15.py"), at("scales/recall/tiny.py")], "out/lssar_p15_recall_tiny"),
         (
             ["--seed=2", at("softmax.py"), "--learning_rate=1e-3"],
             "out/softmax,learning_rate=0.001,seed=2",

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from config import ROOT, Config, names
+from config import ROOT, Config, settings_in
 from errors import UserError
 from layers.rope import Rope
 from runtime.config_files import load_config, read_file, require_known_setting
@@ -22,7 +22,7 @@ FILES = {path.stem: path for path in (*CONFIGS.glob("*.py"), *CONFIGS.glob("abla
 T6 = (FILES["t6"], FILES["t6_lssar_p15"])  # whose heads differ from scale to scale
 FIRST_SEED = Config.seed
 # The settings that the command line may change: they do not change what is learned from a text.
-FREE = (*names("machine", "logs"), "timeout", "data_dir")
+FREE = (*settings_in("machine", "logs"), "timeout", "data_dir")
 
 # Values of p, in training and of evaluations with another p.
 POWERS = (1, 2, 3, 5, 10, 15, 20, 30, 50, 100)
