@@ -393,9 +393,8 @@ def stick_breaking(z: Tensor, rows: Rows) -> Tensor:
     """
     masked = (z == -math.inf) | (rows.kv_idx == rows.q_idx)
     log_left = F.logsigmoid(-z).masked_fill(masked, 0)  # what key k leaves
-    reversed_sum = log_left.flip(-1).cumsum(-1)
-    sum_from_j = reversed_sum.flip(-1)
-    log_left_by_later = sum_from_j - log_left  # by j < k < i together
+    later = F.pad(log_left[..., 1:], (0, 1))  # by the next key
+    log_left_by_later = later.flip(-1).cumsum(-1).flip(-1)  # by j < k < i together
     weights = (F.logsigmoid(z) + log_left_by_later).exp()
     return weights.masked_fill(masked, 0)
 
@@ -575,23 +574,9 @@ def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:
 
 
 def mask_scores(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
-    """Replace the scores of masked keys in z [.., Lq, Lk], which may be overwritten."""
-    Lq, Lk = z.shape[-2:]
-    masked = ~rows.visible_mask()
-    if variant.row_weights is not None:
-        return torch.where(masked, -math.inf, z)
-    value = variant.phi.zero
-    if variant.reweight is not relu_power or value > -math.inf:
-        # the gradient of phi or of `reweight` at masked keys may be infinite or NaN
-        return torch.where(masked, value, z)
-    # phi is flat at -inf (attention_paths.check), so autograd need not know. Without a window or
-    # documents every row sees the first Lk - Lq keys, so that only later columns are masked.
-    first = 0
-    if rows.window is None and rows.document_positions is None and Lq > 1:
-        first = Lk - Lq
-    with torch.no_grad():
-        z[..., first:].masked_fill_(masked[..., first:], value)
-    return z
+    """Replace the scores of masked keys in z [.., Lq, Lk]; no gradient passes through them."""
+    value = -math.inf if variant.row_weights is not None else variant.phi.zero
+    return torch.where(rows.visible_mask(), z, value)
 
 
 def row_max(x: Tensor) -> Tensor:

@@ -103,11 +103,11 @@ class Attention(ReferenceAttention):
         if self.impl != "auto":
             return self.impl
         is_softmax = self.is_plain_softmax(context)
-        if self.prefers_varlen(q, Lk, context):
-            if varlen_unsupported_reason(self, q, Lk) is None:
-                return "varlen"
-        elif is_softmax:
+        prefers_varlen = self.prefers_varlen(q, Lk, context)
+        if is_softmax and not prefers_varlen:
             return "sdpa"
+        if prefers_varlen and varlen_unsupported_reason(self, q, Lk) is None:
+            return "varlen"
         if q.is_cuda and unsupported_reason(self, q) is None:
             return "triton"
         return "sdpa" if is_softmax else "blocked"

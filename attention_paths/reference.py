@@ -234,7 +234,7 @@ class ReferenceAttention(nn.Module):
         if context.log_forget is not None:
             rows.cumulative_log_forget = context.log_forget.to(dtype).cumsum(-1)
         if self.sink is not None:
-            rows.sink = self.sink[head].to(dtype)
+            rows.sink = self.sink[heads, None, None].to(dtype)
         elif self.has_sink:
             rows.sink = n.new_zeros(len(head), 1, 1)
         return rows

@@ -20,26 +20,20 @@ def sdpa(
     Lq, Lk = q.shape[2], k.shape[2]
     q, k, scale = scale_q_and_k(layer, q, k, v.dtype, context)
     has_window = layer.window is not None and layer.window < Lk
-    is_masked = has_window or context.document_positions is not None
+    # is_causal aligns the first query with the first key, but queries after a cache are the last
+    follows_cache = 1 < Lq < Lk
+    is_masked = has_window or follows_cache or context.document_positions is not None
     if q.shape[1] != k.shape[1] and not takes_groups(q, is_masked):
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     if is_masked:
         return sdpa_masked(layer, q, k, v, scale, context)
-    mask = None
-    if 1 < Lq < Lk:
-        # is_causal aligns the first query with the first key, but queries after a cache are the
-        # last positions. Imported here because it loads _dynamo, which takes a second.
-        from torch.nn.attention.bias import causal_lower_right
-
-        mask = causal_lower_right(Lq, Lk)
-    is_causal = True if 1 < Lq == Lk else False  # never torch.compile's symbolic bool
+    is_causal = True if Lq > 1 else False  # never torch.compile's symbolic bool
     is_grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q,
         k,
         v,
-        mask,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=is_grouped,
@@ -84,7 +78,7 @@ def sdpa_masked(
     scale: float,
     context: Context,
 ) -> Tensor:
-    """Compute softmax with a window or documents: a block of queries has a mask over its keys."""
+    """Compute softmax a block of queries at a time, with a mask over the keys of each block."""
     past = k.shape[2] - q.shape[2]
     is_grouped = q.shape[1] != k.shape[1]
     outputs = []

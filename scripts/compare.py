@@ -59,7 +59,7 @@ from scripts.reproduce.report import build_parser, run_experiment
 COMPARABLE = {*settings_in("attention", "model", "optimisation")} - {"block_size", "seed"}
 FIXED = (*settings_in("data"), "block_size")
 # How the run of CONFIG.py:VIEW may be evaluated.
-VIEWS = ("linear", "ntk", "dynamic_ntk", "yarn", "ntk16", "plain_rope", "adaptive_temperature")
+FILE_VIEWS = ("linear", "ntk", "dynamic_ntk", "yarn", "ntk16", "plain_rope", "adaptive_temperature")
 NOTHING = "nothing to compare: give two configs, or a setting two values: --p=3,5"
 
 
@@ -157,8 +157,8 @@ def parse_entry(text: str) -> Entry:
     view = ""
     if ".py:" in text:
         path, _, view = text.rpartition(":")
-        if view not in VIEWS:
-            raise UserError(f"{text}: {view!r} must be one of {', '.join(VIEWS)}")
+        if view not in FILE_VIEWS:
+            raise UserError(f"{text}: {view!r} must be one of {', '.join(FILE_VIEWS)}")
     file = Path(path)
     return Entry(file.stem, file, view=view)
 

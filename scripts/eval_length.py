@@ -274,9 +274,11 @@ def gain_parts(result: dict) -> tuple[dict, dict] | None:
     """
     if "control" not in result:
         return None
-    *shorter, with_window = result["control"]["parts"].values()
-    at_T = [part for part in shorter if part["length"] == result["trained_length"]]
-    with_T = min((with_window, *at_T), key=lambda part: part["loss"])
+    control = {part["length"]: part for part in result["control"]["parts"].values()}
+    limited = [control[max(control)]]
+    if result["trained_length"] in control:
+        limited.append(control[result["trained_length"]])
+    with_T = min(limited, key=lambda part: part["loss"])
     with_all = by_attention(result["parts"])[""][-1]
     return with_T, with_all
 

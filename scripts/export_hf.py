@@ -168,16 +168,16 @@ def model_card(run: Run, folder: str) -> str:
     """Return the README.md of an exported run: what it is, and how to load it from `folder`."""
     config = run.config
     step = run.facts["step"]
+    data = ""
+    if config.task == "language" and not config.init_from:
+        data = f" of {Path(config.data_dir).name}"
     rows = {
-        "attention": run.facts["variant"],
+        "attention": config.variant_name,
         "parameters": f"{run.model.count_parameters():,}",
         "layers, width, heads": f"{config.n_layer}, {config.n_embd}, {config.n_head}",
         "positions": f"{config.positions}; RoPE scaling: {run.facts['rope']}",
         "training length": f"{config.block_size:,} tokens",
-        "trained on": (
-            f"{step * config.total_batch_size:,} tokens of {Path(config.data_dir).name}: "
-            f"{step:,} steps of {config.total_batch_size:,}"
-        ),
+        "trained for": f"{step:,} steps of {config.total_batch_size:,} tokens{data}",
         "tokenizer": f"{Path(config.tokenizer).name}, {config.text_ids:,} ids",
     }
     windows = windows_by_layer(run.model)

@@ -12,7 +12,6 @@ with the end-of-text token before it, and ANSWER_TOKENS for the answer, so that 
 training length does not exceed it.
 """
 
-import functools
 import random
 import statistics
 from dataclasses import dataclass
@@ -46,6 +45,8 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 KEY = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 LARGEST_KEY = 50000
+# A length that fits any trial at a token a character, with one for the end-of-text before it.
+SHORTEST = 1 + len(TASK) + len(KEY.format(key=LARGEST_KEY)) + len(QUESTION) + ANSWER_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,7 @@ class PasskeyOptions(RetrievalOptions):
 
 
 def identify(options: PasskeyOptions, config: Config) -> dict:
-    shortest_prompt = shortest(get_tokenizer(config.tokenizer))
-    check_prompts(config, options.lengths_of(config), shortest_prompt)
+    check_prompts(config, options.lengths_of(config), SHORTEST)
     return NO_TEXT | {"trials": options.trials, "trial_seed": options.seed}
 
 
@@ -69,20 +69,10 @@ def measure(options: PasskeyOptions, run: Run, length: int) -> dict:
     return judge(list(answered(run, trials, length)))
 
 
-@functools.cache
-def shortest(tokenizer: Tokenizer) -> int:
-    """The shortest length that fits any trial: the longest key, without filler."""
-    longest = 0
-    for key in range(1, LARGEST_KEY + 1):
-        longest = max(longest, len(tokenizer.encode(KEY.format(key=key))))
-    others = tokenizer.encode(TASK) + tokenizer.encode(QUESTION)
-    return 1 + len(others) + longest + ANSWER_TOKENS
-
-
 def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Trial]:
     """Trials with prompts of length - ANSWER_TOKENS tokens; a larger count only appends to them.
 
-    The length is at least `shortest`.
+    The length is at least SHORTEST.
     """
     rng = random.Random(f"passkey {seed} {length}")
     task = [tokenizer.eot, *tokenizer.encode(TASK)]

@@ -477,7 +477,7 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, c
     for row in (
         "attention | lssar_p3",
         f"parameters | {run.model.count_parameters():,}",
-        "trained on | 6,144 tokens of shards0: 6 steps of 1,024",
+        "trained for | 6 steps of 1,024 tokens of shards0",
         f"validation loss | {loss:.4f} nats per token at step 6",
     ):
         assert f"| {row} |" in card

@@ -66,8 +66,17 @@ def test_every_variant(case):
     compare(case, draw_off_kinks(L, L, d, FLOAT32))
 
 
-@pytest.mark.parametrize("case", FUSED)
-def test_every_variant_within_documents(case):
+@pytest.mark.parametrize(
+    "case",
+    [
+        "softmax.py",
+        "sigmoid_l1.py",
+        "relu_li.py",
+        "softpick.py",
+        "ablations/phi_softplus.py",
+    ],
+)
+def test_every_shift_of_phi_within_documents(case):
     tensors = draw_off_kinks(21, 21, 16, FLOAT32)
     compare(f"{case} --document_mask", tensors)
 
@@ -120,7 +129,7 @@ def test_any_strides():
     compare("lssar_p3.py", (q, k, v, gradient))
 
 
-def test_rows_that_lie_far_apart(monkeypatch):
+def test_rows_that_lie_far_apart():
     """Six rows of q, k and v over 2^31 elements: an offset of 32 bits would overflow."""
     storage = torch.empty(1, 6, 2**29, dtype=torch.bfloat16, device="meta")
     assert storage.numel() > 2**31
@@ -135,7 +144,7 @@ def test_saved_tensors_that_a_hook_has_repacked(case):
     """As torch's save_on_cpu does on CUDA: the values are the same, the strides are not."""
 
     def unpack(saved):
-        return torch.empty(saved.shape, dtype=saved.dtype).copy_(saved)
+        return saved.clone(memory_format=torch.contiguous_format)
 
     tensors = draw(9, 9, 16, FLOAT32)
     expected = evaluate(kernels(case, 16), tensors)
@@ -573,6 +582,7 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch):
 
 
 def test_outputs_beyond_offsets_of_32_bits_take_another_path(monkeypatch):
+    monkeypatch.setattr(launch, "INTERPRETED", True)  # else a meta tensor is refused as no GPU's
     layer = build("lssar_p15.py", 16)
     q = torch.empty(1, 2, 2**26, 16, dtype=BFLOAT16, device="meta")
     assert "2^31 numbers" in unsupported_reason(layer, q)

@@ -8,7 +8,7 @@ from attention_paths import module
 from attention_paths.reference import ReferenceAttention
 from generation import generate
 from layers.build import build_model
-from scripts import export_hf, sample
+from scripts import export_hf, passkey, sample
 from scripts.common.runs import load_run
 from tests.helpers import saved_run, small_config
 
@@ -54,6 +54,7 @@ def test_a_model_without_end_of_text_begins_with_the_prompt(call, capsys, refuse
     assert printed.startswith(expected.decode(errors="replace"))
     refused(call, sample, run, says="has no end-of-text token to begin with: give --prompt")
     refused(call, export_hf, run, tmp_path / "export", says="leaves it out")
+    refused(call, passkey, run, says="has no end-of-text, with which every prompt begins")
 
 
 def test_kernels_that_attend_to_padding_are_replaced(trained, call, capsys, automatic, monkeypatch):

@@ -44,8 +44,16 @@ class RetrievalOptions(LengthOptions):
 
 
 def check_prompts(config: Config, lengths: Sequence[int], shortest: int) -> None:
-    """Raise UserError if a length is too long for the model or too short for a prompt."""
+    """Raise UserError if a length is too long for the model or too short for a prompt.
+
+    Also if the model has no end-of-text, as of nanoGPT's characters.
+    """
     check_lengths(config, lengths)
+    if config.end_of_text >= config.text_ids:
+        raise UserError(
+            f"{config.out_dir} has no end-of-text, with which every prompt begins: vocab_size = "
+            f"{config.vocab_size} leaves it out"
+        )
     if min(lengths) < shortest:
         raise UserError(
             f"length {min(lengths)} is too short: a prompt and its answer take up to {shortest} "

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
-from config import Config, micro_batch_size
+from config import Config
 from data.tasks import TASKS
 from layers.build import build_model
 from runtime.device import PEAK_FLOPS, open_device
 from runtime.log import describe_warm_up
+from runtime.memory import fitting_batch_size
 from scripts.benchmark import prepare, timed_step
 from scripts.common.planned import PlannedRun, processes_of
 from scripts.common.tables import print_table
@@ -87,7 +88,7 @@ def measured_flops(config: Config) -> float:
     """Measure the FLOP per second of a training step on all devices that would train."""
     device = open_device(config.device)
     processes = processes_of(config)
-    sequences = micro_batch_size(config, processes)
+    sequences = fitting_batch_size(config, processes, device)
     length = config.block_size
     if device.type == "cpu":
         tokens = max(1, int(CPU_FLOP / flops_per_token(config)))

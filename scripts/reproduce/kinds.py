@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from config import Config
-from data.tokenizer import get_tokenizer
 from scripts import passkey
 from scripts.common.papers import LSSAR
 from scripts.common.tables import cell, summarise
@@ -182,7 +181,7 @@ def loss_by_position(
     def values(measured: dict) -> list[float]:
         curve = smoothed(only_part(measured)["loss_by_position"])
         trained = measured["trained_length"]
-        return [curve[round(multiple * trained) - 1] for multiple in shown]
+        return [curve[round(position * trained) - 1] for position in shown]
 
     return Experiment(
         title=title,
@@ -244,8 +243,7 @@ def passkeys(title: str, entries: Entries, draw: Draw = pictures.together) -> Ex
 
     def multiples(config: Config) -> Multiples:
         """Take multiples of the training length, or of its smallest multiple that fits a prompt."""
-        shortest = passkey.shortest(get_tokenizer(config.tokenizer))
-        factor = -(-shortest // config.block_size)
+        factor = -(-passkey.SHORTEST // config.block_size)
         return tuple(multiple * factor for multiple in PASSKEY.options.multiples)
 
     return Experiment(

@@ -222,7 +222,7 @@ MAPPED = {
     "zeros": "share of weights that are exactly 0",
 }
 ENTROPY_AT = (0.25, 1.0, 4.0, 16.0)  # training lengths
-DEAD = ("near", "far", "all", "dead rows", "dead keys")
+SPARSITY_COLUMNS = ("near", "far", "all", "dead rows", "dead keys")
 
 
 def map_columns(measured: dict) -> list[float]:
@@ -255,9 +255,9 @@ def entropy_by_keys(measured: dict) -> list[float]:
 
 
 def dead_shares(measured: dict) -> list[float]:
-    """Return the shares of DEAD, means over layers and heads."""
+    """Return the shares of SPARSITY_COLUMNS, means over layers and heads."""
     shares = mean_shares(measured)
-    return [shares[name] for name in DEAD]
+    return [shares[name] for name in SPARSITY_COLUMNS]
 
 
 # ---- orbits ----
@@ -605,7 +605,7 @@ EXPERIMENTS = {
             "lssar_p3",
             "lssar_p15",
         ),
-        columns=DEAD,
+        columns=SPARSITY_COLUMNS,
         evaluation=ATTENTION_MAPS,
         options=lambda config: MapOptions(text="", lengths=(), distances=True, rope="none"),
         values=dead_shares,
