@@ -120,8 +120,7 @@ class Rows:
     n: Tensor  # [Lq, 1] keys that each row sees; [B, 1, Lq, 1] with document_positions
     q_idx: Tensor  # [Lq, 1] each query's own index among the keys: the last key that it sees
     kv_idx: Tensor  # [Lk] 0 .. Lk - 1
-    head: Tensor  # [H, 1, 1] counted from 0: the heads of this call, perhaps not all
-    n_head: int  # all heads
+    head: Tensor  # [H, 1, 1] counted from 0
     window: int | None
     d: int  # head size
     L: int  # the training length

@@ -91,9 +91,7 @@ def check_formulas(name: str, variant: Variant, n_head: int) -> None:
     learned = dict(attention.named_parameters()) | row_inputs | {"q": q, "k": k}
     for x in learned.values():
         x.requires_grad_()
-    for heads in (ALL, slice(n_head // 2, None)):  # the blocked path may compute some heads
-        rows = attention.rows(q, LENGTH, context.select(heads=heads), heads)
-        check_shapes(name, variant, rows)
+    check_shapes(name, variant, attention.rows(q, LENGTH, context))
     all_weights = call(name, attention.weights, q, k, context)[0]  # [H, LENGTH, LENGTH]
     check_gradients(name, variant, all_weights, learned)
     for row, weights in enumerate(all_weights.unbind(1), start=1):
@@ -157,29 +155,26 @@ def check_blocks(
     k: Tensor,
     context: Context,
 ) -> None:
-    """Raise UserError if a row's weights depend on the other heads, rows and keys of the call.
+    """Raise UserError if a row's weights depend on the other rows and keys of the call.
 
-    The blocked path and decoding compute a few heads and rows at a time, without masked keys.
+    The blocked path and decoding compute a few rows at a time, without masked keys.
     """
-    last_heads = slice(attention.n_head // 2, None)
     for window, first in ((None, 0), (3, 3)):
         attention.window = window
         whole = attention.weights(q, k, context)
         if not torch.equal(whole, attention.weights(q, k, context)):
             return  # it draws random numbers
-        for heads, keys, queries in (
-            (last_heads, ALL, ALL),
-            (ALL, slice(4), slice(4)),
-            (ALL, ALL, slice(3, None)),
-            (ALL, slice(first, None), slice(LENGTH - 1, None)),
+        for keys, queries in (
+            (slice(4), slice(4)),
+            (ALL, slice(3, None)),
+            (slice(first, None), slice(LENGTH - 1, None)),
         ):
-            block_context = context.select(heads=heads, queries=queries, keys=keys)
-            block = attention.weights(q[:, heads, queries], k[:, heads, keys], block_context, heads)
-            if not torch.allclose(block, whole[:, heads, queries, keys], atol=1e-6):
+            block_context = context.select(queries=queries, keys=keys)
+            block = attention.weights(q[:, :, queries], k[:, :, keys], block_context)
+            if not torch.allclose(block, whole[:, :, queries, keys], atol=1e-6):
                 raise UserError(
-                    f"{name}: a row's weights depend on the number of heads, rows or keys in the "
-                    "call, as of len(rows.head), A.mean(-1) or A.shape[-1]; rows.n_head is the "
-                    "number of heads, rows.n the number of keys that a row sees"
+                    f"{name}: a row's weights depend on the number of rows or keys in the call, as "
+                    "of A.mean(-1) or A.shape[-1]; rows.n is the number of keys that a row sees"
                 )
 
 

@@ -11,7 +11,7 @@ from attention_paths.blocked import blocked, first_key
 from attention_paths.check import check_variant, name_of
 from attention_paths.factored import Factors, factored
 from attention_paths.fused import fused, unsupported_reason, variant_unsupported_reason
-from attention_paths.reference import ALL, NO_CONTEXT, Context, ReferenceAttention
+from attention_paths.reference import NO_CONTEXT, Context, ReferenceAttention
 from attention_paths.sdpa import sdpa
 from attention_paths.varlen import varlen, varlen_unsupported_reason
 from errors import UserError, check_choice
@@ -79,10 +79,9 @@ class Attention(ReferenceAttention):
         q: Tensor,
         Lk: int,
         context: Context,
-        heads: slice = ALL,
     ) -> Rows:
         """Return ReferenceAttention.rows; log_base = a multiplies their scores by log_a(a + n)."""
-        rows = super().rows(q, Lk, context, heads)
+        rows = super().rows(q, Lk, context)
         if self.log_base is not None:
             growth = (rows.n + self.log_base).log() / math.log(self.log_base)  # like n
             rows.score_scale = rows.score_scale * growth

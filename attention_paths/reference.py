@@ -144,12 +144,11 @@ class ReferenceAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         context: Context = NO_CONTEXT,
-        heads: slice = ALL,
     ) -> Tensor:
-        """Return these heads' weights [B, H, Lq, Lk], float32 or float64, 0 for masked keys."""
+        """Return the weights [B, H, Lq, Lk], float32 or float64, 0 for masked keys."""
         with torch.autocast(q.device.type, enabled=False):
             q, keys = self.normalise_q_and_k(q, k)
-            rows = self.rows(q, k.shape[2], context, heads)
+            rows = self.rows(q, k.shape[2], context)
             return attention_weights(self.variant, q, keys.dot, rows)
 
     def output(
@@ -158,10 +157,9 @@ class ReferenceAttention(nn.Module):
         keys: Keys,
         v: Tensor,
         context: Context,
-        heads: slice = ALL,
     ) -> Tensor:
-        """Return the output of these heads, for q and keys as `normalise_q_and_k` returns them."""
-        rows = self.rows(q, v.shape[2], context, heads)
+        """Return the output for q and keys as `normalise_q_and_k` returns them."""
+        rows = self.rows(q, v.shape[2], context)
         weights = attention_weights(self.variant, q, keys.dot, rows)
         return grouped_product(weights.to(v.dtype), v)
 
@@ -186,9 +184,8 @@ class ReferenceAttention(nn.Module):
         q: Tensor,
         Lk: int,
         context: Context,
-        heads: slice = ALL,
     ) -> Rows:
-        """Return the rows of these heads, for the last queries q [B, H, Lq, d] of Lk positions."""
+        """Return the rows of the last queries q [B, H, Lq, d] of Lk positions."""
         kv_idx = torch.arange(Lk, device=q.device)
         q_idx = kv_idx[Lk - q.shape[2] :, None]
         # float32 at least: bfloat16 cannot count past 256. Not integers: Inductor folds the minimum
@@ -202,13 +199,12 @@ class ReferenceAttention(nn.Module):
             n = (document_positions + 1).to(dtype)
         if self.window is not None:
             n = n.clamp_max(self.window)
-        head = torch.arange(self.n_head, device=q.device)[heads, None, None]
+        head = torch.arange(self.n_head, device=q.device)[:, None, None]
         rows = Rows(
             n=n,
             q_idx=q_idx,
             kv_idx=kv_idx,
             head=head,
-            n_head=self.n_head,
             window=self.window,
             d=self.head_size,
             L=self.trained_length,
@@ -222,9 +218,9 @@ class ReferenceAttention(nn.Module):
             value = context.row_inputs.get(name, q_idx.new_zeros(1, 1, 1))  # 0 without an input
             setattr(rows, name, value[..., None].to(dtype))
         if self.s is not None:
-            rows.s = self.s[heads, None, None]
+            rows.s = self.s[:, None, None]
         if self.b is not None:
-            rows.b = self.b[heads, None, None]
+            rows.b = self.b[:, None, None]
         if self.p_n is not None:  # beyond the training length, the last value
             index = (n - 1).clamp_max(len(self.p_n) - 1)
             rows.p_n = self.p_n[index.long()]
@@ -234,7 +230,7 @@ class ReferenceAttention(nn.Module):
         if context.log_forget is not None:
             rows.cumulative_log_forget = context.log_forget.to(dtype).cumsum(-1)
         if self.sink is not None:
-            rows.sink = self.sink[heads, None, None].to(dtype)
+            rows.sink = self.sink[:, None, None].to(dtype)
         elif self.has_sink:
             rows.sink = n.new_zeros(len(head), 1, 1)
         return rows

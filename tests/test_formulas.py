@@ -69,7 +69,7 @@ OTHER_SCALES = {
     "of the size of a head": lambda rows: rows.d**-0.51,
     "of n": lambda rows: log_d_log_n(rows) * 1.001,
     "beyond the training length": lambda rows: math.log(rows.d) * rows.n.clamp_max(rows.L).log(),
-    "of the head": lambda rows: log_d_log_n(rows) * (1 + rows.head / rows.n_head),
+    "of the head": lambda rows: log_d_log_n(rows) * (1 + rows.head / len(rows.head)),
 }
 
 
