@@ -102,7 +102,7 @@ class LossOptions(LengthOptions, ControlOptions):
         choices=("trained", "both"),
     )
 
-    def attentions(self, config: Config) -> tuple[str | None, ...]:
+    def maskings(self, config: Config) -> tuple[str | None, ...]:
         """The maskings to measure, first as in training: "apart" (document mask), "joined" (none).
 
         None: the run has no mask. Raises UserError if a model cannot be measured with the mask.
@@ -145,7 +145,7 @@ def identify(options: LossOptions, config: Config) -> dict:
 def chunks(options: LossOptions, config: Config) -> dict[str, Chunk]:
     lengths = options.lengths_of(config)
     by_name = {}
-    for length, documents in itertools.product(lengths, options.attentions(config)):
+    for length, documents in itertools.product(lengths, options.maskings(config)):
         name = f"{length} tokens"
         if documents is not None:
             name += f" {documents}"
@@ -190,7 +190,7 @@ def control(options: LossOptions, config: Config) -> LossOptions | None:
 def summarise(parts: dict[str, dict]) -> dict:
     """The lengths and losses; of the other masking they are under `apart` or `joined`."""
     summary: dict[str, Any] = {}
-    for documents, group in by_attention(parts).items():
+    for documents, group in by_masking(parts).items():
         losses = {
             "lengths": [part["length"] for part in group],
             "loss": [part["loss"] for part in group],
@@ -200,7 +200,7 @@ def summarise(parts: dict[str, dict]) -> dict:
     return summary
 
 
-def by_attention(parts: dict[str, dict]) -> dict[str, list[dict]]:
+def by_masking(parts: dict[str, dict]) -> dict[str, list[dict]]:
     """The parts with attention as in training, under "", and others under `apart` or `joined`."""
     groups: dict[Any, list[dict]] = {}
     as_trained = next(iter(parts.values())).get("documents")
@@ -279,7 +279,7 @@ def gain_parts(result: dict) -> tuple[dict, dict] | None:
     if result["trained_length"] in control:
         limited.append(control[result["trained_length"]])
     with_T = min(limited, key=lambda part: part["loss"])
-    with_all = by_attention(result["parts"])[""][-1]
+    with_all = by_masking(result["parts"])[""][-1]
     return with_T, with_all
 
 
@@ -400,7 +400,7 @@ def plot(results: Results, title: str, by_position: bool = False) -> Figure:
     first_drawn = int(FIRST_DRAWN * shortest)
     curves = []
     for name, result, is_control in with_controls(results):
-        for documents, parts in by_attention(result["parts"]).items():
+        for documents, parts in by_masking(result["parts"]).items():
             label = f"{name}, {documents}" if documents else name
             x: Sequence[int] = [part["length"] for part in parts]
             y = [part["loss"] for part in parts]

@@ -32,7 +32,7 @@ from scripts.common.options import Options
 from scripts.common.runs import Run, load_run
 
 # Where transformers finds its classes in the exported folder.
-CODE = "hf_modeling.SharpAttention"
+CODE = "exported_model.SharpAttention"
 IMPORT = re.compile(r"^( *)from ([\w.]+) import (.+)$", re.MULTILINE)
 # The lines that load an exported folder, and its README.md.
 LOAD = """
@@ -119,9 +119,9 @@ def main() -> None:
 
 
 def transformers_model(run: Run) -> Any:
-    """Return the run's model as a transformers model: hf_modeling.SharpAttentionForCausalLM."""
+    """Return the run's model as a transformers model: exported_model.SharpAttentionForCausalLM."""
     require("eval", "transformers")
-    from scripts.common.hf_modeling import SharpAttentionConfig, SharpAttentionForCausalLM
+    from scripts.common.exported_model import SharpAttentionConfig, SharpAttentionForCausalLM
 
     config = run.config
     if config.end_of_text >= config.text_ids:
@@ -252,13 +252,13 @@ def byte_level_bpe(name: str) -> Any:
 
 
 def sources() -> dict[str, str]:
-    """Return hf_modeling.py and all files of this repository that it imports: name -> text.
+    """Return exported_model.py and all files of this repository that it imports: name -> text.
 
     transformers takes a single folder of files, and copies only those that lines such as
     `from .module import name` mention: a/b.py becomes a_b.py, and imports become relative.
     """
     files: dict[str, str] = {}
-    modules = ["scripts.common.hf_modeling"]  # to read
+    modules = ["scripts.common.exported_model"]  # to read
 
     def relative(match: re.Match) -> str:
         indent, source, imported = match.groups()

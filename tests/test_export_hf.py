@@ -394,12 +394,12 @@ def test_a_model_with_document_mask_reads_documents_from_its_ids(words_file, tmp
 @torch.no_grad()
 def test_positions_continue_the_cache(tmp_path):
     # transformers is not installed everywhere
-    from scripts.common import hf_modeling
+    from scripts.common import exported_model
 
     run, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="none")
     x = tokens(8)
     positions = torch.arange(8)[None]
-    cache = hf_modeling.Cache(8)
+    cache = exported_model.Cache(8)
     model(x[:, :5], past_key_values=cache, position_ids=positions[:, :5])
     with pytest.raises(ValueError, match="position_ids must count from 5"):
         model(x[:, 5:], past_key_values=cache, position_ids=positions[:, :3])

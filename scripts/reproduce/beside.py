@@ -49,7 +49,7 @@ def find(scale: Scale, experiment: Experiment) -> tuple[dict | None, str]:
     tables = []
     for file in (ROOT / "results" / scale.name).glob("*/table.json"):
         table = read_json(file)
-        if table["unit"] == experiment.unit and table["multiples"]:
+        if table["unit"] == experiment.unit and table["multiples"] and "conditions" in table:
             folder = file.parent.relative_to(ROOT).as_posix()
             tables.append(table | {"folder": folder})
     sentence = ""

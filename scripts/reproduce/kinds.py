@@ -33,7 +33,7 @@ from scripts.recall import (
 )
 from scripts.reproduce import pictures
 from scripts.reproduce.entries import Entry, config_entries
-from scripts.reproduce.measure import Experiment, Multiples, at, lengths, up_to_16x
+from scripts.reproduce.measure import Experiment, Multiples, all_in_tokens, in_tokens, up_to_16x
 from scripts.reproduce.pictures import SLIDING, Draw
 
 GAIN = "gain from context"
@@ -59,7 +59,7 @@ def loss(
 
     def options(config: Config) -> LossOptions:
         return LossOptions(
-            lengths=lengths(multiples, config),
+            lengths=all_in_tokens(multiples, config),
             tokens=config.val_tokens,
             documents=documents,
             no_control=no_control,
@@ -172,7 +172,7 @@ def loss_by_position(
     shown = (0.5, 1, 2, 4, 8, 16)
 
     def options(config: Config) -> LossOptions:
-        length = at(multiple, config)
+        length = in_tokens(multiple, config)
         tokens = sequences * length if sequences else config.val_tokens
         return LossOptions(
             lengths=(length,), tokens=tokens, per_position=True, documents="trained", **opened
@@ -254,7 +254,7 @@ def passkeys(title: str, entries: Entries, draw: Draw = pictures.together) -> Ex
         better="higher",
         digits=1,
         evaluation=PASSKEY,
-        options=lambda config: PasskeyOptions(lengths=lengths(multiples(config), config)),
+        options=lambda config: PasskeyOptions(lengths=all_in_tokens(multiples(config), config)),
         values=all_accuracies,
         draw=draw,
         paper=LSSAR["passkey"],
@@ -290,7 +290,7 @@ def recall(
         multiples=multiples,
         digits=1,
         evaluation=RECALL,
-        options=lambda config: RecallOptions(lengths=lengths(multiples, config)),
+        options=lambda config: RecallOptions(lengths=all_in_tokens(multiples, config)),
         values=values,
         draw=draw,
         remarks=recall_remarks,

@@ -23,14 +23,14 @@ Pictures = Figure | dict[str, Figure]  # one picture, or several by file name
 Multiples = tuple[float, ...]  # of the training length
 
 
-def at(multiple: float, config: Config) -> int:
+def in_tokens(multiple: float, config: Config) -> int:
     """Return a multiple of the training length in tokens."""
     return round(multiple * config.block_size)
 
 
-def lengths(multiples: Sequence[float], config: Config) -> tuple[int, ...]:
+def all_in_tokens(multiples: Sequence[float], config: Config) -> tuple[int, ...]:
     """Return multiples of the training length in tokens."""
-    return tuple(at(multiple, config) for multiple in multiples)
+    return tuple(in_tokens(multiple, config) for multiple in multiples)
 
 
 def up_to_16x(table: dict) -> int:

@@ -34,7 +34,7 @@ from scripts.reproduce.cost import print_cost, print_entries
 from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
 from scripts.reproduce.headroom import HEADROOM, LONGER, available, by_seed
 from scripts.reproduce.kinds import GAIN
-from scripts.reproduce.measure import Experiment, Pictures, Work, at
+from scripts.reproduce.measure import Experiment, Pictures, Work, in_tokens
 
 # Facts of an evaluation that the caption mentions, if they are known.
 MENTIONED = ("rope_theta", "tokens", "trials", "lm_eval")
@@ -172,7 +172,7 @@ def build_table(work: Work, failures: list[str]) -> dict:
 def column_names(experiment: Experiment, config: Config) -> list[str]:
     """Name the columns at the scale with this config: first lengths, such as "2x, 256"."""
     multiples = experiment.multiples_at(config)
-    return [*(f"{m:g}x, {at(m, config):,}" for m in multiples), *experiment.columns]
+    return [*(f"{m:g}x, {in_tokens(m, config):,}" for m in multiples), *experiment.columns]
 
 
 def add_differences(rows: dict[str, dict], baseline: str) -> None:
@@ -215,7 +215,7 @@ def add_headroom(table: dict, work: Work) -> list[str]:
     multiple = table["multiples"][-1]
     headroom = replace(work, experiment=HEADROOM)
     runs = {entry.name: headroom.results(entry) for entry in LONGER}
-    gains = available(runs, at(multiple, work.scale.config))
+    gains = available(runs, in_tokens(multiple, work.scale.config))
     if not gains:
         return []
     mean = sum(gains) / len(gains)

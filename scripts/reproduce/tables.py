@@ -66,7 +66,7 @@ from scripts.reproduce.kinds import (
     passkeys,
     recall,
 )
-from scripts.reproduce.measure import Experiment, at
+from scripts.reproduce.measure import Experiment, in_tokens
 from scripts.reproduce.pictures import in_panels, lines
 
 # ---- the entries of larger tables ----
@@ -549,7 +549,7 @@ EXPERIMENTS = {
         multiples=ENTROPY_AT,
         columns=("slope",),
         evaluation=ATTENTION_MAPS,
-        options=lambda config: MapOptions(text="", lengths=(at(16, config),)),
+        options=lambda config: MapOptions(text="", lengths=(in_tokens(16, config),)),
         values=entropy_by_keys,
         curves=lambda measured: {"": entropies(measured)},
         draw_first_seed=lines(
