@@ -39,7 +39,7 @@ def backward_rows(
     head, index = tiles.program(H)
     rows = index * M + tl.arange(0, M)
     dout = tiles.load(tiles.matrix_of(DOUT, head.b, head.h), rows, L, C).to(tl.float32)
-    out = tiles.load(tiles.contiguous_matrix(OUT, head, L, C), rows, L, C).to(tl.float32)
+    out = tiles.load(tiles.matrix_of(OUT, head.b, head.h), rows, L, C).to(tl.float32)
     along = tl.sum(dout * out, 1)
     gain = tiles.load_statistic(STATS, tiles.GAIN, head, rows, L)
     weight = gain
@@ -47,7 +47,7 @@ def backward_rows(
         weight = tiles.load_statistic(STATS, tiles.WEIGHT, head, rows, L)
     factor = C.SLOPE * weight
     if C.P > 0:
-        u = tiles.load(tiles.contiguous_matrix(U, head, L, C), rows, L, C).to(tl.float32)
+        u = tiles.load(tiles.matrix_of(U, head.b, head.h), rows, L, C).to(tl.float32)
         coupling = tiles.load_statistic(STATS, tiles.COUPLING, head, rows, L)
         coupled = coupling * (tl.sum(dout * u, 1) - along)
         coupled *= C.SLOPE

@@ -174,14 +174,6 @@ def empty_heads(x: Tensor, heads: int, dtype: torch.dtype | None = None) -> Tens
     return x.new_empty(B, L, heads, d, dtype=dtype).transpose(1, 2)
 
 
-def laid_out_by_position(x: Tensor) -> Tensor:
-    """Return x [B, H, L, d] laid out as `empty_heads` does.
-
-    A hook on saved tensors, such as torch's save_on_cpu, may have changed its strides.
-    """
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 class Arguments(NamedTuple):
     """The arguments of kernels that do not depend on the pass, by their names there."""
 
@@ -391,8 +383,8 @@ def backward(
     with torch.cuda.device_of(q):
         backward_rows[B * H, triton.cdiv(Lq, 64)](
             DOUT=strided(dout),
-            OUT=laid_out_by_position(out),
-            U=laid_out_by_position(u) if choices["p"] else u,
+            OUT=strided(out),
+            U=strided(u) if choices["p"] else None,
             SCALED=scaled_dout,
             STATS=stats,
             TERMS=terms,
