@@ -61,7 +61,7 @@ from runtime.distributed import (
     stop_signals,
     world_size,
 )
-from runtime.files import lock_folder, write_json
+from runtime.files import lock_folder
 from runtime.log import Log, describe, say, wandb_settings
 from runtime.memory import fitting_batch_size
 from runtime.pretrained import load_initial
@@ -154,9 +154,9 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
         say(describe(config, training, loader, world_size()))
         if loader is not None and not config.dry_run:
             facts = kernel_facts | {"data": identity}
+            if initial is not None:
+                facts["began_with"] = initial.id
             checkpoint.write_run_metadata(run, config, facts, training.resumed_at, training.changes)
-            if initial is not None:  # never on resume: the file stays as it is
-                write_json(run / "began_with.json", initial.id)
     return training, loader, loss_fn
 
 

@@ -3,10 +3,10 @@
 config.json        every setting, resolved
 tokenizer.json     the tokenizer, unless it is built in
 data_dir.txt       the absolute path of data_dir, which another working directory needs
-environment.json   versions, machine, commit; the settings that were changed when resuming
+environment.json   versions, machine, commit; the checkpoint whose weights init_from loaded; the
+                   settings that were changed when resuming
 uncommitted.patch  changes of the repository since the commit, if any, with untracked .py files;
                    resuming at step 200 adds uncommitted_000200.patch
-began_with.json    step and sha256 of the checkpoint whose weights init_from loaded
 wandb.json         the run's id in wandb
 metrics.jsonl      one JSON object per line, for each training step and each validation
 step_000200.pt     everything needed to resume, after 200 steps
@@ -143,6 +143,7 @@ class StartRecord(msgspec.Struct):
 
     formulas: str | None = None  # their hash
     data: Identity = {}  # what identifies the data
+    began_with: dict[str, Any] | None = None  # step and sha256 of the checkpoint of init_from
     changes: list[dict[str, Any]] = []  # where the run was resumed: steps, values before and after
 
 
@@ -186,10 +187,10 @@ def write_run_metadata(
 ) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
-    `facts` are recorded too: what layers.selfcheck found, and the identity of the data. A resumed
-    run keeps the hash of the formulas and the identity of the data from its first start, warns if
-    the formulas have changed since, and appends its changed settings to the recorded changes. Each
-    start writes a patch.
+    `facts` are recorded too: what layers.selfcheck found, the identity of the data, and the
+    checkpoint that the run began with. A resumed run keeps that checkpoint, the identity and the
+    hash of the formulas from its first start, warns if the formulas have changed since, and appends
+    its changed settings to the recorded changes. Each start writes a patch.
     """
     copy_tokenizer(config.tokenizer, run)
     settings = config.as_dict()
@@ -208,6 +209,7 @@ def write_run_metadata(
         before = read_start_record(run)
         record["formulas"] = before.formulas
         record["data"] = before.data
+        record["began_with"] = before.began_with
         record["changes"] = [change for change in before.changes if change["step"] < resumed_at]
         if changes:
             record["changes"].append({"step": resumed_at, **changes})

@@ -83,7 +83,7 @@ def test_a_checkpoint_without_its_folder_is_usable(train, tmp_path, refused):
     alone.parent.mkdir()
     shutil.copy(run / "step_000004.pt", alone)
     began = train("began", "--max_iters=1", f"--init_from={alone}")
-    began_with = json.loads((began / "began_with.json").read_text())
+    began_with = json.loads((began / "environment.json").read_text())["began_with"]
     assert began_with == checkpoint.find(run).id
     assert began_with == checkpoint.find(alone).id
     config = run_folder.read_config(run)

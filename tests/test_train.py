@@ -267,7 +267,7 @@ def test_init_from_another_variant(train, refused, capsys):
     train(*resumed, f"--init_from={first}")
     assert list(metrics(second)) == [1, 2, 3]
     assert run_folder.read_config(second).init_from == str(first)
-    began_with = json.loads((second / "began_with.json").read_text())
+    began_with = json.loads((second / "environment.json").read_text())["began_with"]
     assert began_with == checkpoint.find(first).id
     assert began_with["step"] == 6
 

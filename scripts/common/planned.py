@@ -99,8 +99,7 @@ class PlannedRun:
                 key = changed[0]
                 return f"{key} = {change[key][1]!r} from step {change['step']} on"
         if self.base is not None:
-            began_with = read_json(self.folder / "began_with.json")
-            if self.base.step is None or began_with != checkpoint.find(self.base.folder).id:
+            if self.base.step is None or began.began_with != checkpoint.find(self.base.folder).id:
                 return f"initial weights that differ from {self.base.folder}"
         shards = checkpoint.shards_difference(self.folder, self.config)
         return shards or checkpoint.formulas_difference(self.folder, self.config)
