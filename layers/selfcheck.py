@@ -27,7 +27,7 @@ ROUNDING = 2.0**-7
 LARGEST_TOLERANCE = 0.18
 # Numbers of queries. ODD is not a multiple of a tile: on a GPU it is three tiles of 128 keys and a
 # partial tile. EVEN is a multiple of 16, as most training lengths are: Triton specialises for it.
-ODD, EVEN = (77, 64) if launch is None or launch.INTERPRETED else (3 * 128 + 77, 512)
+ODD, EVEN = (37, 32) if launch is None or launch.INTERPRETED else (3 * 128 + 77, 512)
 # The largest window that is checked, in place of a larger one.
 WIDEST_WINDOW = 4096
 # Keys that exceed any window.

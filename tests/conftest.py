@@ -86,11 +86,20 @@ def automatic(monkeypatch):
 
 
 @pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 4 queries of one sequence."""
+    from attention_paths import blocked, sdpa
+
+    monkeypatch.setattr(blocked, "BLOCK_QUERIES", 4)
+    monkeypatch.setattr(sdpa, "BLOCK_QUERIES", 4)
+    monkeypatch.setattr(blocked, "BLOCK_SCORES_CPU", 1)
+
+
+@pytest.fixture
 def joining_kernels(monkeypatch):
-    """Kernels that attend across documents; the check of kernels has few keys."""
+    """Kernels that attend across documents."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from attention_paths import module
-    from layers import selfcheck
 
     fused = module.fused
 
@@ -98,8 +107,6 @@ def joining_kernels(monkeypatch):
         return fused(layer, q, k, v, replace(context, document_positions=None))
 
     monkeypatch.setattr(module, "fused", joining)
-    monkeypatch.setattr(selfcheck, "ODD", 13)
-    monkeypatch.setattr(selfcheck, "EVEN", 16)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from attention import VARIANTS
-from attention_paths.check import check_variant
 from attention_paths.fused import variant_unsupported_reason
 from attention_paths.reference import Context
 from layers.documents import positions_in_documents
@@ -19,17 +18,12 @@ REFERENCE = "--attention_impl=reference"
 BLOCK_SIZE = 64  # the training length: the tests' lengths are smaller, equal and larger
 # where the kernels run: without a GPU, in Triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-for variant in VARIANTS.values():
-    check_variant(variant, 1)  # refuses a kernel's name that is not in PHIS, with the nearest
-
-
-def has_kernel(case):
-    """Whether the kernels can compute a config's variant."""
+# The configs whose variant the kernels can compute.
+FUSED = []
+for case in ATTENTIONS:
     variant = VARIANTS[small_config(case).attention]
-    return not variant_unsupported_reason(variant, head_size=64)
-
-
-FUSED = [case for case in ATTENTIONS if has_kernel(case)]
+    if variant_unsupported_reason(variant, head_size=64) is None:
+        FUSED.append(case)
 
 # Powers, of which whole ones are computed by multiplication, and what combines with any variant,
 # alone and together, with one stage and with two. (Lq, Lk) for blocks of 32 queries and 16 keys:
@@ -262,26 +256,3 @@ def compare(case, tensors, formula=None, coarser=None):
     error = (decode(layer, *inputs) - last).abs().max()
     assert error <= tolerance * max(1, last.abs().max())
     return ours
-
-
-def check_nans(case, tensors, at):
-    """Asserts that a NaN at a position of q, k or a forget gate comes out as NaN.
-
-    Not as a row of zeros, which would hide it.
-    """
-    *clean, _ = inputs_of(case, tensors)
-    layer = kernels(case, d=clean[0].shape[-1])
-    numbers = {"q": 0, "k": 1}
-    if len(clean) == 4:
-        numbers["gate"] = 3
-    for name, number in numbers.items():
-        broken = [x.clone() for x in clean]
-        broken[number][0, 0, at] = math.nan
-        out = call(layer, *broken).detach()
-        last = decode(layer, *broken)
-        end = at + 1 if name == "q" else None  # a query is in one row, a key in all later ones
-        assert out[0, 0, at:end].isnan().all(), name
-        assert out[0, 0, :at].isfinite().all(), name
-        assert out[0, 1].isfinite().all(), name
-        assert last[0, 1].isfinite().all(), name
-        assert last[0, 0].isnan().all() == (name != "q"), name

@@ -255,14 +255,6 @@ def test_recomputed_blocks_draw_the_same_random_numbers(monkeypatch):
 # ---- windows and paths ----
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """4 queries of one sequence at a time."""
-    monkeypatch.setattr(blocked, "BLOCK_QUERIES", 4)
-    monkeypatch.setattr(sdpa, "BLOCK_QUERIES", 4)
-    monkeypatch.setattr(blocked, "BLOCK_SCORES_CPU", 1)
-
-
 def with_gradients(function, attn, inputs, context=NO_CONTEXT):
     """The output of function(q, k, v, context), and its gradients by inputs and parameters.
 
@@ -316,11 +308,10 @@ class MinimumsAreOfFloats(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("window", ["--window=5", "--window=None"])
 @pytest.mark.parametrize("case", CASES)
-def test_no_minimum_of_integers(case, window):
-    """Inductor for CUDA folds it with an index, and fails in the backward pass of some variants."""
-    attn = build(case, window)
+def test_clamps_are_of_floats(case):
+    """Inductor for CUDA folds a minimum of integers with an index, and fails in some backwards."""
+    attn = build(case, "--window=5")
     attn.impl = "blocked"
     q, k, v = torch.randn(3, 1, 2, 16, attn.head_size)
     with MinimumsAreOfFloats():
@@ -397,7 +388,7 @@ def test_only_flashattention_takes_grouped_keys_on_cuda(monkeypatch):
 # ---- edge cases ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", P_CASES)
 def test_tied_rows_stay_uniform_with_bounded_gradients(case, dtype):
     attn = build(case)
@@ -473,7 +464,7 @@ def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
     assert out.sum() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", RELU_CASES)
 def test_dead_relu_rows_are_zero_with_zero_gradient(case, dtype):
     attn = build(case)
@@ -489,7 +480,7 @@ def test_dead_relu_rows_are_zero_with_zero_gradient(case, dtype):
         assert not x.grad.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", CASES)
 def test_zero_queries_are_finite(case, dtype):
     attn = build(case)
@@ -500,7 +491,7 @@ def test_zero_queries_are_finite(case, dtype):
     assert_finite_with_gradients(attn, torch.zeros_like(q), k, v)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "ablations/exp.py"])
 def test_scores_of_ten_thousand_are_finite(case, dtype):
     _, k, v = draw(9, 9, dtype=dtype)
@@ -541,26 +532,17 @@ def test_dtypes(case, dtype):
 # ---- a user's own variant ----
 
 
-def elu1(z):
-    return F.elu(z) + 1
-
-
-def cauchy(z):
-    """A heavy tail, whose gradient at minus infinity is NaN."""
-    return 1 / (1 + z.square())
-
-
 def root_of_softplus(z):
+    """Its gradient at minus infinity, the score of masked keys, is NaN."""
     return F.softplus(z).sqrt()
 
 
 @pytest.mark.parametrize("p", ["None", "3"])
-@pytest.mark.parametrize("function", [elu1, cauchy, root_of_softplus])
-def test_a_new_phi_works_everywhere(function, p, monkeypatch):
-    monkeypatch.setitem(VARIANTS, "own", Variant(Phi(function)))
+def test_a_new_phi_works_everywhere(p, monkeypatch):
+    monkeypatch.setitem(VARIANTS, "own", Variant(Phi(root_of_softplus)))
     attn = build("softmax.py", "--attention=own", f"--p={p}")
     q, k, v = leaves(*draw(7, 9))
-    monkeypatch.setitem(textbook.FORMULAS, "own", lambda t: t.l1(function, t.z()))
+    monkeypatch.setitem(textbook.FORMULAS, "own", lambda t: t.l1(root_of_softplus, t.z()))
     A = textbook.weights(attn, q, k)
     assert_near(attn.weights(q, k), A)
     monkeypatch.setattr(blocked, "BLOCK_QUERIES", 3)
@@ -572,26 +554,14 @@ def test_a_new_phi_works_everywhere(function, p, monkeypatch):
     assert gradcheck(attn, few)
 
 
-def silu_of_visible(z, rows):
-    w = torch.where(z == -math.inf, 0, F.silu(z))
-    total = w.abs().sum(-1, keepdim=True)
-    return w / total
-
-
 GRADIENTS_AT_MASKED_KEYS = {
     "finite zero": Variant(Phi(root_of_softplus, zero=-1000.0)),
-    "row weights": Variant(attention.EXP, row_weights=silu_of_visible),
     "reweight": Variant(
         attention.SIGMOID,
         norm=lambda rows: rows.n,
         reweight=lambda A, rows: A.sqrt(),
     ),
     "in place": Variant(Phi(lambda z: z.exp_())),
-    "bias": Variant(
-        attention.EXP,
-        bias=lambda rows: -(rows.q_idx - rows.kv_idx).log1p(),
-        bias_per_key=True,
-    ),
     "bias with s": Variant(
         attention.EXP,
         bias=lambda rows: -rows.s * rows.distance().log1p(),
@@ -628,19 +598,19 @@ def test_settings_without_a_meaning_are_refused(name, settings, says):
 
 REFUSED = [
     (
-        Variant(Phi(lambda z: z.clamp(-3, 3).exp())),
-        r"own: phi\(-inf\) = 0.0498.*no weight",
+        Variant(Phi(torch.tanh)),
+        r"own: phi\(-inf\) = -1.*no weight.*zero=",
     ),
     (
-        Variant(Phi(torch.tanh)),
-        r"own: phi\(-inf\) = -1.*zero=",
+        Variant(Phi(lambda z: torch.where(z > 20, math.inf, z.exp()))),
+        r"own: phi\(20.1\) is not finite",
     ),
     (
         Variant(Phi(torch.tanh, zero=0.0)),
         r"own: phi\(-30\) = -1 is negative.*signed=True",
     ),
     (
-        Variant(Phi(elu1, kernel="elu")),
+        Variant(Phi(torch.exp, kernel="elu")),
         "own: kernel = 'elu'; did you mean relu?",
     ),
     (
@@ -666,25 +636,12 @@ REFUSED = [
     ),
     (
         Variant(
-            attention.EXP,
-            bias=lambda rows: -rows.p_n * (rows.q_idx - rows.kv_idx).sqrt(),
-            bias_per_key=True,
-            learnable=("p_n",),
-        ),
-        "own: the gradient of its weights by p_n is not finite",
-    ),
-    (
-        Variant(
             attention.SIGMOID,
             bias=lambda rows: rows.u * (rows.q_idx - rows.kv_idx).log1p(),
             bias_per_key=True,
             from_input=("u",),
         ),
         "own: the gradient of its weights by u is not finite",
-    ),
-    (
-        Variant(attention.EXP, scale=lambda rows: 1 + rows.b.sqrt(), learnable=("b",)),
-        "own: the gradient of its weights by b is not finite",
     ),
     (
         Variant(attention.EXP, scale=lambda rows: 1 / rows.n.log()),
@@ -712,20 +669,12 @@ REFUSED = [
         r"own: in a call of 2 heads, 6 rows and 6 keys its scale has the shape \[2\]",
     ),
     (
-        Variant(attention.EXP, norm=lambda rows: rows.n[:, 0]),
-        r"own: in a call of 2 heads, 6 rows and 6 keys its norm has the shape \[6\]",
-    ),
-    (
         Variant(attention.EXP, bias=lambda rows: rows.n.new_ones(8), bias_per_key=True),
         r"own: .* its bias has the shape \[8\]",
     ),
     (attention.EXP, "own is a Phi, but must be a Variant"),
     (Variant(torch.exp), "own: its phi is a builtin_function_or_method, but must be a Phi"),
     (Variant(attention.EXP, from_input=("x",)), "own: from_input = 'x'; .*u, w"),
-    (
-        Variant(attention.EXP, learnable=("t",)),
-        "own: learnable = 't'; .*s, b, p_n",
-    ),
     (
         Variant(attention.EXP, learnable=("s",)),
         "own: no formula uses s, which `learnable` names",

@@ -7,7 +7,6 @@ import statistics
 import numpy as np
 import pytest
 
-from data import recall
 from runtime import run_folder
 from scripts import compare
 from scripts.common import planned
@@ -406,7 +405,7 @@ def test_a_committed_gain_at_another_length_is_left_out():
         assert rows["softmax"]["mean"] == expected
 
 
-def test_where_an_entry_stands():
+def test_the_rank_of_an_entry_among_committed_rows():
     means = {"a": 1, "b": 2, "c": 9, "d": None}
     rows = {name: {"mean": [0.0, mean, 99]} for name, mean in means.items()}
     table = {
@@ -471,14 +470,6 @@ def test_other_tables_can_be_named(committed, compared, recall_scale, mine, tmp_
     folder = str(tmp_path / "results/small/committed")
     table = beside.open_beside(folder, scale, recall_of(LENGTHS))
     assert table == committed | {"folder": folder}
-
-
-def test_another_generator_has_another_hash(monkeypatch):
-    before = recall.hash_sequences("lookup")
-    recall.hash_sequences.cache_clear()
-    monkeypatch.setattr(recall, "KEYS", 11)
-    assert recall.hash_sequences("lookup") != before
-    recall.hash_sequences.cache_clear()
 
 
 def test_losses_on_other_text_are_not_shown(commit, scale, shards, tmp_path):

@@ -3,7 +3,6 @@
 import pytest
 
 from data.documents import Rules
-from errors import UserError
 
 
 def texts_of(documents):
@@ -21,19 +20,6 @@ def test_rows_without_text_are_left_out_and_counted(capsys):
     rules.report()
     assert capsys.readouterr().out == "empty documents left out: 3\n"
     assert texts_of(rules.cut(iter([]))) == []  # an empty file
-
-
-@pytest.mark.parametrize(
-    "value, says",
-    [
-        (b"a long document", 'x, row 7: "body" must be a string, not bytes'),
-        (5, 'x, row 7: "body" must be a string, not int'),
-    ],
-)
-def test_what_is_no_text_is_named(value, says):
-    with pytest.raises(UserError) as raised:
-        list(Rules("body").documents([("x, row 7", value)]))
-    assert str(raised.value) == says
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
@@ -63,8 +49,3 @@ def test_marks_that_stay_text_are_counted(capsys):
     assert texts_of(rules.cut([text + "</s>"])) == [text + "</s>"]
     rules.report()
     assert "the text has </s> 1 times" in capsys.readouterr().out
-
-
-def test_a_mark_is_not_empty():
-    with pytest.raises(UserError, match="--split_at needs a mark"):
-        Rules("text", split_at="")

@@ -207,7 +207,7 @@ def test_mistakes_are_refused_before_files_are_read(tmp_path, monkeypatch, refus
 
 
 def test_nulls_and_marks(tmp_path, capsys, refused):
-    """A stop between documents of a row, and rows that are left out, do not change the shards."""
+    """Rows without text are left out; a mark is text or, with --split_at, ends a document."""
     mark = "<|endoftext|>"
     stories = tmp_path / "stories.txt"
     stories.write_text(f"once\n{mark}\nupon a\n{mark}\ntime\n{mark}\n")

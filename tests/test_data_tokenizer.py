@@ -143,24 +143,24 @@ def test_a_file_of_words(words_file):
     assert count_ids(str(words_file)) == 7
 
 
-def without_content(content):
-    content.clear()
-
-
-def with_a_large_id(content):
-    content["model"]["vocab"]["large"] = 65536
-
-
-def without_end_of_text(content):
-    content["added_tokens"].clear()
-
-
 @pytest.mark.parametrize(
     "change, says, config_says",
     [
-        (without_content, "bad.json: cannot be read by tokenizers: ", "is not a tokenizer.json"),
-        (with_a_large_id, "a shard's uint16", "65537 token ids"),
-        (without_end_of_text, "has no end-of-text token; looked for <.endoftext", None),
+        (
+            lambda c: c.clear(),
+            "bad.json: cannot be read by tokenizers: ",
+            "is not a tokenizer.json",
+        ),
+        (
+            lambda c: c["model"]["vocab"].update(large=65536),
+            "a shard's uint16",
+            "65537 token ids",
+        ),
+        (
+            lambda c: c["added_tokens"].clear(),
+            "has no end-of-text token; looked for <.endoftext",
+            None,
+        ),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_refused(words_file, tmp_path, change, says, config_says):

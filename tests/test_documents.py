@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from attention_paths import blocked, sdpa
 from attention_paths.reference import Context
 from data.loader import Batching, TokenLoader, validation_tokens
 from data.shards import read_shard, write_shard
@@ -62,14 +61,6 @@ def each_document():
     for b, bounds in enumerate(BOUNDS):
         for start, end in pairwise(bounds):
             yield slice(b, b + 1), slice(start, end)
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Blocks of 4 queries, in which documents begin and end."""
-    monkeypatch.setattr(blocked, "BLOCK_QUERIES", 4)
-    monkeypatch.setattr(sdpa, "BLOCK_QUERIES", 4)
-    monkeypatch.setattr(blocked, "BLOCK_SCORES_CPU", 64)
 
 
 def packed_context(row_inputs, log_forget):
@@ -153,10 +144,9 @@ def test_no_gradient_crosses_the_bounds_of_a_document(case):
 # ---- a model ----
 
 
-@pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("case", MODELS)
-def test_a_model_computes_each_document_alone(case, impl, small_blocks):
-    model = small_model(case, "--document_mask", f"--attention_impl={impl}")
+def test_a_model_computes_each_document_alone(case, small_blocks):
+    model = small_model(case, "--document_mask")
     idx = packed_tokens()
     gradient = torch.linspace(-1, 2, 2 * 16 * 16, dtype=torch.float64).view(2, 16, 16)
     parameters = trunk_parameters(model)

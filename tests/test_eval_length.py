@@ -19,8 +19,8 @@ from tests.helpers import measured_losses, not_blank, reverse_shards, saved_run,
 
 
 @pytest.fixture(scope="module")
-def module_run(shards, tmp_path_factory):
-    """A saved model with a training length of 16, not trained."""
+def save_untrained(shards, tmp_path_factory):
+    """Save an untrained model with a training length of 16; returns its folder."""
 
     def save(case, *more):
         torch.manual_seed(0)
@@ -60,8 +60,8 @@ def direct_loss(*arguments, **settings):
     return pytest.approx(losses.mean().item(), rel=1e-5)
 
 
-def test_eval_length_is_the_mean_loss_over_the_same_tokens(module_run, call, shards, capsys):
-    run = module_run("lssar_p15.py")
+def test_eval_length_is_the_mean_loss_over_the_same_tokens(save_untrained, call, shards, capsys):
+    run = save_untrained("lssar_p15.py")
     call(eval_length, run, "--lengths", "128,16,32", "--rope", "dynamic_ntk", "--tokens=256")
     result, control = measured_losses(run)
     assert result["variant"] == "lssar_p15"
@@ -103,8 +103,8 @@ def measured(monkeypatch):
 
 
 @pytest.mark.usefixtures("pictures")
-def test_nothing_is_measured_twice(module_run, call, shards, measured, capsys):
-    run = module_run("softmax.py")
+def test_nothing_is_measured_twice(save_untrained, call, shards, measured, capsys):
+    run = save_untrained("softmax.py")
     for options, lengths in (
         ([], [16, 32, 16, 32]),  # and the control
         ([], []),
@@ -207,9 +207,11 @@ def test_the_gain_is_over_the_better_of_two_controls(window, gain, error):
 
 
 @pytest.mark.usefixtures("pictures")
-def test_a_measurement_of_other_text_or_weights_is_not_taken(module_run, call, shards, tmp_path):
+def test_a_measurement_of_other_text_or_weights_is_not_taken(
+    save_untrained, call, shards, tmp_path
+):
     shards = shutil.copytree(shards, tmp_path / "shards")
-    run = module_run("softmax.py", f"--data_dir={shards}")
+    run = save_untrained("softmax.py", f"--data_dir={shards}")
     call(eval_length, run, "--lengths", "16")
     reverse_shards(shards, "val")
     for cached in (checked_tokens, stretches):  # another process
@@ -229,8 +231,8 @@ def test_a_measurement_of_other_text_or_weights_is_not_taken(module_run, call, s
     assert measured["sha256"] == checkpoint.find(other).id["sha256"]
 
 
-def test_eval_length_by_position(module_run, call, shards):
-    run = module_run("sigmoid.py")
+def test_eval_length_by_position(save_untrained, call, shards):
+    run = save_untrained("sigmoid.py")
     call(eval_length, run, "--lengths=16,64", "--rope=none", "--rope_theta=5e5", "--per_position")
     plain, windowed = json.loads((run / "eval_length.json").read_text())
     for result, settings in (
@@ -248,15 +250,15 @@ def test_eval_length_by_position(module_run, call, shards):
 
 @pytest.mark.usefixtures("pictures")
 def test_a_run_with_document_mask_is_measured_apart_and_joined(
-    module_run, call, shards, tmp_path, capsys
+    save_untrained, call, shards, tmp_path, capsys
 ):
     data = shutil.copytree(shards, tmp_path / "data")
     (path,) = data.glob("*_val_*.bin")
     tokens = read_shard(path)
     tokens[::11] = 256  # end-of-text
     write_shard(path, tokens)
-    masked = module_run("ssmax.py", f"--data_dir={data}", "--document_mask")
-    plain = module_run("softmax.py", f"--data_dir={data}")
+    masked = save_untrained("ssmax.py", f"--data_dir={data}", "--document_mask")
+    plain = save_untrained("softmax.py", f"--data_dir={data}")
     options = ("--lengths=16,64", "--per_position")
     call(eval_length, masked, plain, *options, "--documents=trained")
     printed = capsys.readouterr().out
@@ -316,18 +318,18 @@ def test_a_run_with_document_mask_is_measured_apart_and_joined(
 
 
 def test_kernels_are_checked_within_documents_before_they_measure_apart(
-    module_run, call, refused, joining_kernels
+    save_untrained, call, refused, joining_kernels
 ):
     """Also of a run that was trained without the mask."""
-    run = module_run("lssa.py")
+    run = save_untrained("lssa.py")
     options = ("--lengths=16", "--tokens=32", "--attention_impl=triton", "--documents=both")
-    says = "the kernels fail: output with 13 keys differs"
+    says = "the kernels fail: output with 32 keys differs"
     refused(call, eval_length, run, *options, says=says)
 
 
 @pytest.mark.usefixtures("pictures")
-def test_other_attention_than_in_training(module_run, call, shards, capsys):
-    run = module_run("lssa.py", "--window=4")
+def test_other_attention_than_in_training(save_untrained, call, shards, capsys):
+    run = save_untrained("lssa.py", "--window=4")
     call(eval_length, run, "--lengths=16,64", "--p=15")
     call(eval_length, run, "--lengths=16,64", "--window=3", "--p=15")
     # the control of a run that was trained with a shorter window is the run itself
@@ -345,7 +347,7 @@ def test_other_attention_than_in_training(module_run, call, shards, capsys):
     call(eval_length, run, "--lengths=16,64", "--window=8", "--p=15")
     assert len(measured_losses(run)) == 2
     # a run without RoPE has none to scale; another variant is another measurement
-    run = module_run("softmax.py", "--positions=none")
+    run = save_untrained("softmax.py", "--positions=none")
     call(eval_length, run, "--lengths=16,64", "--attention=adaptive_temperature")
     result, *_ = measured_losses(run)
     assert result["variant"] == "softmax as adaptive_temperature"
@@ -357,8 +359,8 @@ def test_other_attention_than_in_training(module_run, call, shards, capsys):
 
 
 @pytest.mark.usefixtures("pictures")
-def test_scores_that_grow_are_another_measurement(module_run, call, shards, measured, capsys):
-    run = module_run("softmax.py", "--positions=none")
+def test_scores_that_grow_are_another_measurement(save_untrained, call, shards, measured, capsys):
+    run = save_untrained("softmax.py", "--positions=none")
     call(eval_length, run, "--lengths=16,64", "--no_control")
     call(eval_length, run, "--lengths=16,64", "--log_base=5")
     assert measured == [16, 64] * 3
@@ -379,16 +381,16 @@ def test_scores_that_grow_are_another_measurement(module_run, call, shards, meas
 
 
 @pytest.mark.usefixtures("pictures")
-def test_runs_of_a_table_have_the_same_text(module_run, call, shards, tmp_path, refused):
-    run = module_run("softmax.py")
-    longer = module_run(
+def test_runs_of_a_table_have_the_same_text(save_untrained, call, shards, tmp_path, refused):
+    run = save_untrained("softmax.py")
+    longer = save_untrained(
         "lssa.py",
         "--block_size=32",
         "--total_batch_size=32",
         "--val_tokens=128",
     )
     copy = shutil.copytree(shards, tmp_path / "copy")
-    other = module_run("softmax.py", f"--data_dir={copy}")
+    other = save_untrained("softmax.py", f"--data_dir={copy}")
     for command in (eval_length, copying, attention_maps, needle):
         refused(call, command, run, other, says=[str(tmp_path / "copy"), "--data_dir DIR"])
     # the same tokens for all
@@ -415,9 +417,9 @@ def test_smoothed_is_a_mean_over_neighbours():
         assert smooth[i] == sum(near) / len(near)  # exactly: tables of the papers have these
 
 
-def test_refusals_before_anything_is_measured(module_run, call, refused):
-    run = module_run("softmax.py", "--positions=none")
-    bad = module_run("softmax.py")
+def test_refusals_before_anything_is_measured(save_untrained, call, refused):
+    run = save_untrained("softmax.py", "--positions=none")
+    bad = save_untrained("softmax.py")
     for option in ("--rope=yarn", "--rope_theta=500"):
         refused(call, eval_length, run, option, says="positions = 'none': no RoPE")
     refused(call, eval_length, bad, "--rope_factor=2", says="--rope_factor 2 needs --rope")

@@ -172,24 +172,6 @@ def test_losses_and_the_window_are_those_of_a_plain_loop(folder, text_file, call
     assert "gain:" in printed
 
 
-def test_in_one_layer_a_window_reads_each_position_with_its_last_keys_alone(save, text_file):
-    folder = save("Llama", num_hidden_layers=1)
-    model = read_model(f"hf:{folder}", 16)
-    options = eval_length.LossOptions(window=9, files=[str(text_file)])
-    run = load_run(model, options)
-    tokens = tokens_in(text_file)
-    x = tokens[None, :64]
-    y = tokens[None, 1:65]
-    losses = run.model.token_losses(x, y)[0]
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    for i in range(64):
-        window = tokens[None, max(0, i - 8) : i + 1]
-        with torch.no_grad():
-            logits = plain(window).logits[0, -1]
-        loss = F.cross_entropy(logits, tokens[i + 1]).item()
-        assert losses[i].item() == pytest.approx(loss, rel=1e-5)
-
-
 @pytest.mark.usefixtures("pictures", "small_tiles")
 def test_the_worth_of_a_copy(folder, text_file, call, capsys):
     """Of the second of three passages, by hand: T = 16, passages of 4, a lag of 32."""

@@ -120,7 +120,7 @@ def test_a_model_has_these_losses():
     torch.testing.assert_close(token_losses.flatten(), expected.float(), rtol=1e-6, atol=1e-6)
 
 
-def test_without_a_target_the_loss_is_nan_as_torchs_is():
+def test_without_a_target_the_loss_is_nan():
     x, weight, targets = example(4)
     targets[:] = IGNORED
     assert plain_loss(x, weight, targets).isnan()

@@ -69,7 +69,7 @@ def test_a_run_learns_and_its_folder_says_everything(train, shards):
 
 
 def test_a_run_continues_in_the_data_order_of_another(train):
-    """From its weights at step 3, and the batch after: the losses of SSMax (f)'s first step."""
+    """Its first loss is the whole run's fourth: the same weights and batch, as SSMax (f) begins."""
     whole = train("whole", "configs/softmax.py", "--keep_every=3", "--learning_rate=0")
     start = f"--init_from={whole / 'step_000003.pt'}"
     branch = train("branch", "configs/softmax.py", start, "--first_batch=3", "--max_iters=3")

