@@ -30,6 +30,27 @@ def test_mps_takes_one_process(monkeypatch):
         device.open_device("auto" if torch.cuda.device_count() == 0 else "mps")
 
 
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA GeForce RTX 2080 Ti", None),
+    ],
+)
+def test_mfu_is_the_share_of_the_gpus_peak(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: name)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: 3e6)
+    measured = device.usage(torch.device("cuda"), flops_per_s=1e12)
+    expected = {"memory_mb": 3.0}
+    if peak is not None:
+        expected["mfu"] = 1e12 / peak
+    assert measured == expected
+
+
 def test_bfloat16_is_automatic_only_where_the_named_gpu_computes_it(monkeypatch):
     """A T4 emulates it: cuda:0 here, and the current device."""
     current = [0]
