@@ -120,7 +120,7 @@ class Rows:
     n: Tensor  # [Lq, 1] keys that each row sees; [B, 1, Lq, 1] with document_positions
     q_idx: Tensor  # [Lq, 1] each query's own index among the keys: the last key that it sees
     kv_idx: Tensor  # [Lk] 0 .. Lk - 1
-    head: Tensor  # [H, 1, 1] counted from 0
+    head: Tensor  # [H, 1, 1] counted from 0, in a hybrid among heads with the same attention
     window: int | None
     d: int  # head size
     L: int  # the training length
@@ -392,7 +392,7 @@ def stick_breaking(z: Tensor, rows: Rows) -> Tensor:
     """
     masked = (z == -math.inf) | (rows.kv_idx == rows.q_idx)
     log_left = F.logsigmoid(-z).masked_fill(masked, 0)  # what key k leaves
-    later = F.pad(log_left[..., 1:], (0, 1))  # by the next key
+    later = F.pad(log_left[..., 1:], (0, 1))  # what the next key leaves
     log_left_by_later = later.flip(-1).cumsum(-1).flip(-1)  # by j < k < i together
     weights = (F.logsigmoid(z) + log_left_by_later).exp()
     return weights.masked_fill(masked, 0)

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from attention_paths.reference import Context, Keys, ReferenceAttention
 
-# A block has all heads of at most BLOCK_QUERIES queries, fewer of many keys but at least
-# FEWEST_QUERIES, of as many sequences as keep its scores within BLOCK_SCORES or, on a CPU,
-# BLOCK_SCORES_CPU, which was the fastest there.
+# A block has all heads of one or more sequences, and at most BLOCK_QUERIES queries. Its scores are
+# within BLOCK_SCORES or, on a CPU, BLOCK_SCORES_CPU, which was the fastest there; except that with
+# very many keys it has FEWEST_QUERIES all the same.
 BLOCK_QUERIES = 128
 FEWEST_QUERIES = 32
 BLOCK_SCORES = 2**25

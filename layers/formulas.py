@@ -3,6 +3,7 @@
 import hashlib
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,31 +27,34 @@ def formulas_hash(config: Config) -> str:
     Code that is written in another way, and a new setting, keep the hash if they keep the outputs.
     """
     digest = hashlib.sha256()
-    for layer in range(config.n_layer):
-        for attention in build_hybrid_attention(config, layer):
-            for output in example_outputs(attention, config.forget):
-                # rounded, since the last bits depend on the processor; + 0 makes -0.0 a 0.0
-                rounded = output.bfloat16() + 0
-                digest.update(rounded.view(torch.int16).numpy().tobytes())
+    with torch.random.fork_rng(devices=[]):  # a variant may draw random numbers, as for dropout
+        for layer in range(config.n_layer):
+            for attention in build_hybrid_attention(config, layer):
+                for output in example_outputs(attention, config.forget):
+                    # rounded, since the last bits depend on the processor; + 0 makes -0.0 a 0.0
+                    rounded = output.bfloat16() + 0
+                    digest.update(rounded.view(torch.int16).numpy().tobytes())
     return f"outputs {digest.hexdigest()[:16]}"
 
 
 @torch.no_grad()
 def example_outputs(attention: Attention, forget: bool) -> list[Tensor]:
-    """The outputs [1, H, LENGTH, d] for one document, and for several."""
-    generator = torch.Generator().manual_seed(0)
+    """The outputs [1, H, LENGTH, d] for one document, and for several; seeds torch."""
+    torch.manual_seed(0)
     H = attention.n_head
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, dtype=torch.float64)
 
     attention.double()
     attention.impl = "reference"
     attention.trained_length = TRAINED_LENGTH
     if attention.window is not None:
         attention.window = min(attention.window, LARGEST_WINDOW)
+    if attention.p_n is not None:
+        attention.p_n = nn.Parameter(attention.p_n[:TRAINED_LENGTH])
     for parameter in attention.parameters():
-        parameter.uniform_(0.5, 1.5, generator=generator)
+        parameter.uniform_(0.5, 1.5)
     q, k, v = (random(1, H, LENGTH, attention.head_size) for _ in range(3))
     q *= 4  # scores beyond the kinks of phi, such as relu6's
     row_inputs = {name: random(1, H, LENGTH) for name in attention.variant.from_input}

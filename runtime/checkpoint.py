@@ -38,7 +38,7 @@ from errors import UserError, first_line
 from layers.formulas import formulas_hash
 from model import GPT
 from optim import learning_rate
-from runtime.config_files import DATA_DIR, format_value
+from runtime.config_files import DATA_DIR, check_saved_keys, format_value
 from runtime.device import environment, uncommitted
 from runtime.distributed import rank
 from runtime.files import atomic_write, convert, read_json, sha256_of, write_json
@@ -380,7 +380,9 @@ def load_to_resume(run: Path, config: Config) -> State:
     Raises UserError if a setting changed that must not change on resume, and if a new max_iters
     would change past learning rates and no schedule is given.
     """
-    state = load(find(run, quiet=rank() > 0).path)
+    path = find(run, quiet=rank() > 0).path
+    state = load(path)
+    check_saved_keys(state.config, path)
     now = settings_of(config)
     for key, saved in settings_before(state).items():
         if key not in FREE_ON_RESUME and key not in RECORDED_ON_RESUME and now.get(key) != saved:

@@ -106,8 +106,11 @@ def default_out_dir(files: Sequence[Path], settings: dict[str, Any], config: Con
 
 def stem_of(file: Path) -> str:
     """A config file's name: of configs/scales/recall/tiny.py, recall_tiny."""
-    parts = file.with_suffix("").parts
-    return "_".join(parts[parts.index("scales") + 1 :]) if "scales" in parts else file.stem
+    scales = ROOT / "configs/scales"
+    path = file.resolve()
+    if not path.is_relative_to(scales):
+        return file.stem
+    return "_".join(path.relative_to(scales).with_suffix("").parts)
 
 
 def shorten(name: str, longest: int = 55) -> str:
@@ -187,12 +190,7 @@ def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
     """
     if not isinstance(values, dict) or "attention" not in values:
         raise UserError(f"{source}: it does not hold the settings of a run")
-    for key in values:
-        if key not in SETTINGS:
-            raise UserError(
-                f"{source} has {key!r}, which is not a setting here: the run's environment.json "
-                "names the commit that wrote it"
-            )
+    check_saved_keys(values, source)
     folder = Path(source).parent
     copy = folder / TOKENIZER
     if values.get("tokenizer", "gpt2") not in BUILT_IN and copy.is_file():
@@ -203,6 +201,16 @@ def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
         if Path(find_data(data_dir)).resolve() != recorded.resolve():
             values = values | {"data_dir": str(recorded)}
     return values
+
+
+def check_saved_keys(values: dict[str, Any], source: str | Path) -> None:
+    """Raise UserError for a saved setting that does not exist here."""
+    for key in values:
+        if key not in SETTINGS:
+            raise UserError(
+                f"{source} has {key!r}, which is not a setting here: the run's environment.json "
+                "names the commit that wrote it"
+            )
 
 
 def recorded_data_dir(run: Path) -> Path | None:

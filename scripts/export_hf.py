@@ -27,6 +27,7 @@ from runtime.checkpoint import settings_of
 from runtime.device import environment
 from runtime.files import check_writable
 from runtime.log import read_metrics, windows_by_layer
+from runtime.run_folder import read_config
 from scripts.common.command_line import RUN, option, parse, require
 from scripts.common.options import Options
 from scripts.common.runs import Run, load_run
@@ -168,11 +169,15 @@ def model_card(run: Run, folder: str) -> str:
     """Return the README.md of an exported run: what it is, and how to load it from `folder`."""
     config = run.config
     step = run.facts["step"]
+    attention = config.variant_name
+    trained = read_config(run.path).variant_name
+    if trained != attention:  # with --attention or --p
+        attention += f", trained as {trained}"
     data = ""
     if config.task == "language" and not config.init_from:
         data = f" of {Path(config.data_dir).name}"
     rows = {
-        "attention": config.variant_name,
+        "attention": attention,
         "parameters": f"{run.model.count_parameters():,}",
         "layers, width, heads": f"{config.n_layer}, {config.n_embd}, {config.n_head}",
         "positions": f"{config.positions}; RoPE scaling: {run.facts['rope']}",

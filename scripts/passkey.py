@@ -45,7 +45,7 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 KEY = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 LARGEST_KEY = 50000
-# A length that fits any trial at a token a character, with one for the end-of-text before it.
+# A length that fits any trial: one token for end-of-text, and at most one for each character.
 SHORTEST = 1 + len(TASK) + len(KEY.format(key=LARGEST_KEY)) + len(QUESTION) + ANSWER_TOKENS
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -93,6 +94,14 @@ def test_defaults_are_the_124m_recipe():
         assert getattr(config, key) == value, key
     assert micro_batch_size(config, world_size=8) == 64
     assert micro_batch_size(config, world_size=16) == 32
+
+
+@pytest.mark.parametrize("name", [*ROWS, *T6])
+def test_config_files_name_their_paper(name):
+    comments = " ".join(re.findall(r"^# (.*)$", Path(at(name)).read_text(), re.MULTILINE))
+    papers = r"LSSAR Table A?\d, |SSMax (\([a-f]\)|Eq\. \d)|Ours: "
+    other_papers = r".*\b(201|202)\d\b|As hybrid.py, "  # by their year
+    assert re.match(f"{papers}|{other_papers}", comments)
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -490,6 +490,8 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, c
     assert "\n# mine\n" in card
     assert "| windows by layer | 8, 8 |" in card
     assert "| qk_norm | True |" in card
+    other_p = replace(run, config=run.config.replace(p=15.0))
+    assert "| lssar_p15, trained as lssar_p3 |" in export_hf.model_card(other_p, "model")
     hybrid = build_model(small_config("hybrid_ssmax.py"))
     card = export_hf.model_card(replace(run, model=hybrid), "model")
     assert "| windows by layer | all and 256, all and 256 |" in card

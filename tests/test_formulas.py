@@ -1,4 +1,4 @@
-"""The hash of a layer's formulas: it changes if and only if attention computes something else."""
+"""The hash of a layer's formulas: it changes where attention computes something else."""
 
 import math
 import os
@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import attention
 import layers.heads
 from attention import VARIANTS, log_d_log_n
 from attention_paths import reference
 from attention_paths.module import Attention
+from attention_paths.reference import ReferenceAttention
 from config import Config
 from layers.formulas import formulas_hash
 from tests.runs import ROOT
@@ -30,6 +32,29 @@ def edit(monkeypatch):
         monkeypatch.setitem(VARIANTS, name, replace(VARIANTS[name], **fields))
 
     return edit
+
+
+def test_a_variant_that_draws_random_numbers_has_one_hash(edit):
+    edit("softmax", reweight=lambda A, rows: F.dropout(A, 0.5))
+    state = torch.get_rng_state()
+    assert formulas_hash(Config()) == formulas_hash(Config())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_p_n_beyond_the_training_length_counts(monkeypatch):
+    """Its last value, in place of 0."""
+    config = Config(attention="ssmax_probe")
+    before = formulas_hash(config)
+    rows = ReferenceAttention.rows
+
+    def edited(self, *arguments):
+        result = rows(self, *arguments)
+        if self.p_n is not None:
+            result.p_n = result.p_n * (result.n <= len(self.p_n))
+        return result
+
+    monkeypatch.setattr(ReferenceAttention, "rows", edited)
+    assert formulas_hash(config) != before
 
 
 def test_every_variant_has_a_hash_of_its_own():

@@ -46,7 +46,7 @@ class RetrievalOptions(LengthOptions):
 def check_prompts(config: Config, lengths: Sequence[int], shortest: int) -> None:
     """Raise UserError if a length is too long for the model or too short for a prompt.
 
-    Also if the model has no end-of-text, as of nanoGPT's characters.
+    Also raised for a model without an end-of-text token, such as nanoGPT's character-level models.
     """
     check_lengths(config, lengths)
     if config.end_of_text >= config.text_ids:

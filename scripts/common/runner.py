@@ -62,6 +62,7 @@ otherwise the measurement with one value is taken for that with another.
 """
 
 import ast
+import functools
 import hashlib
 import inspect
 import sys
@@ -165,8 +166,14 @@ def identity(evaluation: Evaluation, options: EvaluationOptions, config: Config)
 def code_hash(evaluation: Evaluation) -> str:
     """A hash of the code in an evaluation's file; comments and formatting do not count."""
     file = inspect.getsourcefile(evaluation.measure)
-    assert file is not None
-    code = ast.unparse(ast.parse(Path(file).read_bytes()))
+    if file is None:
+        raise UserError(f"{evaluation.name}: its functions must be in a file")
+    return hash_code(Path(file))
+
+
+@functools.cache  # a process runs the code as it was at its start
+def hash_code(file: Path) -> str:
+    code = ast.unparse(ast.parse(file.read_bytes()))
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
@@ -219,7 +226,7 @@ def measure_missing(
     """Measure and store the chunks that are missing; with --again, all."""
     facts = run.facts | identity(evaluation, options, run.config)
     chunks = evaluation.chunks(options, run.config)
-    code = code_hash(evaluation)  # before the source may be edited
+    code = code_hash(evaluation)
     known = find_measurement(read_measurements(file), facts).get("parts", {})
     missing = [name for name in chunks if options.again or name not in known]
     for name in tqdm(missing, str(run.path), unit="chunk"):
