@@ -393,7 +393,8 @@ def stick_breaking(z: Tensor, rows: Rows) -> Tensor:
     masked = (z == -math.inf) | (rows.kv_idx == rows.q_idx)
     log_left = F.logsigmoid(-z).masked_fill(masked, 0)  # what key k leaves
     later = F.pad(log_left[..., 1:], (0, 1))  # what the next key leaves
-    log_left_by_later = later.flip(-1).cumsum(-1).flip(-1)  # by j < k < i together
+    reversed_sum = later.flip(-1).cumsum(-1)
+    log_left_by_later = reversed_sum.flip(-1)  # by j < k < i together
     weights = (F.logsigmoid(z) + log_left_by_later).exp()
     return weights.masked_fill(masked, 0)
 
@@ -574,7 +575,9 @@ def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:
 
 def mask_scores(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
     """Replace the scores of masked keys in z [.., Lq, Lk]; no gradient passes through them."""
-    value = -math.inf if variant.row_weights is not None else variant.phi.zero
+    value = variant.phi.zero
+    if variant.row_weights is not None:
+        value = -math.inf
     return torch.where(rows.visible_mask(), z, value)
 
 
@@ -608,7 +611,8 @@ def inverse_of_norm(norm: Tensor) -> Tensor:
     square, overflows float32 below 5e-20.
     """
     factor = torch.where(norm < 2.0**-32, 2.0**64, 1.0)
-    scaled = (norm * factor).masked_fill(norm <= DEAD, math.inf)
+    is_dead = norm <= DEAD
+    scaled = (norm * factor).masked_fill(is_dead, math.inf)
     return scaled.reciprocal() * factor
 
 
@@ -618,7 +622,8 @@ def normalised_power(x: Tensor, top: Tensor, p: float) -> Tensor:
     `top` is a row's largest x. Dividing by it, which l1 cancels, prevents overflow at any p.
     """
     top = top.masked_fill(top == 0, math.inf)
-    return l1_normalise((x / top).relu().pow(p))
+    powers = (x / top).relu().pow(p)
+    return l1_normalise(powers)
 
 
 def tied(x: Tensor) -> Tensor:
