@@ -39,7 +39,7 @@ def formulas_hash(config: Config) -> str:
 
 @torch.no_grad()
 def example_outputs(attention: Attention, forget: bool) -> list[Tensor]:
-    """The outputs [1, H, LENGTH, d] for one document, and for several; seeds the CPU's generator."""
+    """The outputs [1, H, LENGTH, d] for one document and for several; seeds the CPU's generator."""
     torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the GPUs too
     H = attention.n_head
 
