@@ -1,4 +1,4 @@
-# For a laptop: where the latest of three values is asked (data/recall.py).
+# For a laptop: recall of the latest of three values of a key (data/recall.py).
 from configs.scales.recall.tiny import *
 
 recall = "latest"
