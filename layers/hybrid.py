@@ -37,7 +37,7 @@ class HybridAttention(SelfAttention):
             return super().apply_rope(x, rotation)
         nope_heads = self.nope_heads * x.shape[1] // self.n_head  # x may be grouped keys
         rotated = super().apply_rope(x[:, nope_heads:], rotation)
-        return torch.cat((x[:, :nope_heads], rotated), dim=1)
+        return join_heads(x[:, :nope_heads], rotated)
 
     def context(
         self,
@@ -85,4 +85,10 @@ class HybridAttention(SelfAttention):
             context.select(heads=slice(H, None)),
             cache,
         )
-        return torch.cat((y_global, y_local), dim=1)
+        return join_heads(y_global, y_local)
+
+
+def join_heads(*groups: Tensor) -> Tensor:
+    """Concatenate heads [B, H, L, d], in memory as [B, L, H, d], for the reason of `rotate`."""
+    by_position = [group.transpose(1, 2) for group in groups]
+    return torch.cat(by_position, dim=2).transpose(1, 2)

@@ -54,19 +54,20 @@ NO_DEVICES = ("", "-1", "NoDevFiles")
 def pick_device(name: str = "auto") -> torch.device:
     """Return the device that a setting names; 'auto' is cuda, else mps, else cpu.
 
-    Raises UserError for a device that this machine does not have, and for a GPU that torch cannot
-    use; 'auto' does not take the CPU instead.
+    Under torchrun 'cuda' is the process's own GPU. Raises UserError for a device that this machine
+    does not have, and for a GPU that torch cannot use; 'auto' does not take the CPU instead.
     """
-    available = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    if not available and name.startswith(("auto", "cuda")):
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if not gpus and name.startswith(("auto", "cuda")):
         check_unseen_gpu()
-    if torch.backends.mps.is_available():
-        available.append("mps")
-    available.append("cpu")
-    aliases = {"auto": available[0], "cuda": "cuda:0"}
+    others = ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
+    available = gpus + others
+    # a rank never touches another rank's GPU, where its CUDA context would take memory
+    own_gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    aliases = {"auto": own_gpu if gpus else others[0], "cuda": own_gpu}
     device = aliases.get(name, name)
     if device not in available:
-        raise UserError(f"device = {name!r}; this machine has {', '.join(available)}, or 'auto'")
+        raise UserError(f"device = {device!r}; this machine has {', '.join(available)}, or 'auto'")
     if device.startswith("cuda"):
         check_gpu(device)
     return torch.device(device)
@@ -116,13 +117,11 @@ def open_device(name: str) -> torch.device:
 
     Raises UserError as pick_device does, and for several processes on 'mps'.
     """
-    device = pick_device(name)
     ranks = world_size()
+    device = pick_device("cuda" if ranks > 1 and name.startswith("cuda:") else name)
     if device.type == "mps" and ranks > 1:
         raise UserError(f"device = 'mps' takes one process, not {ranks}: leave out torchrun")
     if device.type == "cuda":
-        if ranks > 1:
-            device = pick_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     return device

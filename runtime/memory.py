@@ -12,6 +12,7 @@ from runtime.device import pick_compile, pick_dtype
 
 # A float32 weight with its gradient and AdamW's two moments.
 WEIGHT_BYTES = 16
+BUCKET_BYTES = 4  # per weight: DDP's buckets, into which it copies the gradients to average
 # Fitted to the peaks of torch's allocator in two training steps of compiled models in 16 bits.
 BLOCK_BYTES = 2.7  # per token and input or output of a block's linear layers
 LOGIT_BYTES = 6.0  # per logit of a chunk
@@ -36,6 +37,8 @@ def fitting_batch_size(config: Config, world_size: int, device: torch.device) ->
         scale *= EAGER
     usable = USABLE * torch.cuda.get_device_properties(device).total_memory
     weight_bytes, loss_bytes, token_bytes = estimate(model)
+    if world_size > 1:
+        weight_bytes *= (WEIGHT_BYTES + BUCKET_BYTES) / WEIGHT_BYTES
     free = usable - weight_bytes - scale * loss_bytes
     fitting = int(free / (scale * token_bytes * config.block_size))
     at_most = max(1, min(LARGEST_BATCH, fitting))

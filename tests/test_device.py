@@ -30,6 +30,20 @@ def test_mps_takes_one_process(monkeypatch):
         device.open_device("auto" if torch.cuda.device_count() == 0 else "mps")
 
 
+@pytest.mark.parametrize("name", ["auto", "cuda", "cuda:0", "cuda:1"])
+def test_a_rank_touches_its_own_gpu_alone(monkeypatch, name):
+    """On another rank's GPU its CUDA context would take memory, or fail in exclusive mode."""
+    touched = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda chosen: touched.append(str(chosen)))
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: touched.append(device))
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert device.open_device(name) == torch.device("cuda:3")
+    assert touched == ["cuda:3", "cuda:3"]
+
+
 @pytest.mark.parametrize(
     "name, peak",
     [

@@ -432,6 +432,18 @@ def hybrid_by_formula(layer, nope, q, k, v, context):
     return torch.cat(outputs, dim=1)
 
 
+@pytest.mark.parametrize("settings", ["", "--n_kv_head=2"])
+def test_heads_of_a_hybrid_keep_the_memory_order_of_the_projections(settings):
+    """[B, L, H, d], in which neither varlen nor the output projection copies them."""
+    model = small_model(f"hybrid_ssmax.py {settings}")
+    layer = model.trunk.blocks[0].attn
+    x = torch.randn(2, 16, model.config.n_embd, dtype=layer.c_attn.weight.dtype)
+    q, k, v = layer.project(x, model.trunk.rope(0, 16, 16))
+    y = layer.attend(layer.attention, q, k, v, Context(), None)
+    for heads in (q, k, y):
+        assert heads.transpose(1, 2).is_contiguous()
+
+
 def layer_by_formula(config, number, layer, x, score_scale):
     """A layer's output [B, L, n] from its weights, its settings and tests.textbook."""
     H = config.n_head
