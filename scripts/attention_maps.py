@@ -175,7 +175,12 @@ def identify(options: MapOptions, config: Config) -> dict:
             "attention_maps counts all earlier tokens as keys: it cannot measure a run with "
             "document_mask"
         )
-    options.ids(config)
+    text_tokens = len(options.ids(config))
+    if config.longest is not None and text_tokens > config.longest:
+        raise UserError(
+            f"{config.out_dir}: the text has {text_tokens} tokens, but the model's learned "
+            f"positions end at {config.longest}: give a shorter --text, or --text '' for none"
+        )
     facts: dict[str, Any] = {"layer": options.layer_of(config)}
     if not isinstance(config, ModelConfig):
         facts["head_windows"] = head_windows(outline(config, options.window))

@@ -151,6 +151,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     for phase in arguments.phases:
         check_choice("--phases", phase, allowed)
     if arguments.out:
+        if arguments.out.is_dir():
+            raise UserError(f"--out {arguments.out} is a folder: give a file to write")
         check_writable(arguments.out.parent)
     return arguments, settings
 

@@ -17,10 +17,10 @@ plain_rope.
 Runs on text are evaluated by length, with the sliding-window control; runs on recall by their
 accuracy at each length; runs on orbits by their last validation. The table has means and standard
 deviations over seeds, and paired differences: an entry's number minus the first entry's number with
-the same seed, which trains on the same batches and from the same initial weights where the shapes
-agree. T6, learned positions, bias = False, SwiGLU and grouped keys draw other initial weights.
-Seeds change the loss of all entries alike, so that a difference may be the same at every seed and
-far smaller than the range over seeds.
+the same seed, which trains on the same batches (unless --total_batch_size or --align_documents
+differs) and from the same initial weights where the shapes agree. T6, learned positions, bias =
+False, SwiGLU and grouped keys draw other initial weights. Seeds change the loss of all entries
+alike, so that a difference may be the same at every seed and far smaller than the range over seeds.
 
 Committed results of the same scale, in results/, are shown too, dashed in the picture, if their
 settings and data (the sequences of recall, the shards of text) are the same; a single config is
@@ -56,7 +56,11 @@ from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import build_parser, run_experiment
 
 # Settings that entries may differ in: losses on other data or at other lengths cannot be compared.
-COMPARABLE = {*settings_in("attention", "model", "optimisation")} - {"block_size", "seed"}
+COMPARABLE = {*settings_in("attention", "model", "optimisation")} - {
+    "block_size",
+    "first_batch",
+    "seed",
+}
 FIXED = (*settings_in("data"), "block_size")
 # How the run of CONFIG.py:VIEW may be evaluated.
 FILE_VIEWS = ("linear", "ntk", "dynamic_ntk", "yarn", "ntk16", "plain_rope", "adaptive_temperature")

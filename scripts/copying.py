@@ -102,6 +102,8 @@ def longest_window(options: CopyingOptions, config: Config) -> int:
 
 def identify(options: CopyingOptions, config: Config) -> dict:
     size = passage_of(config)
+    if size < 2:  # the first token of a copy does not count
+        raise UserError(f"a passage is a quarter of T = {config.block_size}: T must be at least 8")
     lags = options.lags_of(config)
     check_lengths(config, [longest_window(options, config)])
     if lags[0] < size:

@@ -303,7 +303,11 @@ def gain_error(result: dict) -> float | None:
 def error_range(errors: Iterable[float | None]) -> str:
     """The least and the largest of the errors that are known, "" where none is."""
     known = [error for error in errors if error is not None]
-    return f"{min(known):.4f} to {max(known):.4f}" if known else ""
+    if not known:
+        return ""
+    low = f"{min(known):.4f}"
+    high = f"{max(known):.4f}"
+    return low if low == high else f"{low} to {high}"
 
 
 # ---- the table and the pictures ----

@@ -165,7 +165,7 @@ def recipe(run: str, base: Config, out: Path, options: FineTuning) -> Config:
         out_dir=str(out),
         resume=options.resume,
         total_batch_size=options.sequences * base.block_size,
-        batch_size=math.gcd(options.sequences, options.batch_size),
+        batch_size=options.batch_size,
         first_batch=options.first_batch,
         optimizer="adamw",
         learning_rate=options.learning_rate,

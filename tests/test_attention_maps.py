@@ -273,3 +273,9 @@ def test_refuses_before_anything_is_written(trained, call, refused):
     refused(call, attention_maps, trained, "--text=a", says="1 tokens")
     refused(call, attention_maps, trained, "--lengths=1", says="at least 2")
     assert not list(trained.glob("attention_*"))
+
+
+def test_a_text_beyond_learned_positions_is_refused_at_once(shards, call, tmp_path, refused):
+    model = small_model("softmax.py", "--positions=learned", f"--data_dir={shards}").float()
+    run = saved_run(tmp_path / "run", model)
+    refused(call, attention_maps, run, says=["the text has 185 tokens", "--text ''"])

@@ -87,6 +87,7 @@ def test_a_model_of_every_path_and_one_plain_model(table):
         (["plain", "--optimizer=muon"], "plain is trained with adamw, not with muon"),
         (["configs/scales/orbits/tiny.py"], "one token a position, not task = orbits"),
         (["plain", "--document_mask"], "plain takes no --document_mask"),
+        (["plain", "--out=configs"], "--out configs is a folder"),
         (["plain", "--rounds=0"], "--rounds 0 must be at least 1"),
         (["plain", "--phases=eval"], "--phases = 'eval'; it must be one of train"),
         (["configs/fox.py", "--phases=attention", "--rounds=1"], "knows no gates"),

@@ -129,6 +129,8 @@ def test_the_command(shards, call, tmp_path, capsys, refused):
     assert result["parts"]["40"]["worth"][1] == pytest.approx(worth, abs=1e-6)
     says = "600 validation tokens, but 64 passages of 4 tokens and a lag of 1000"
     refused(call, copying, runs[0], "--lags=1000", says=says)
+    short = build_model(small_config("softmax.py", "--block_size=4", f"--data_dir={shards}"))
+    refused(call, copying, saved_run(tmp_path / "short", short), says="T must be at least 8")
 
 
 def test_the_table_of_what_is_kept(reproduced, monkeypatch):

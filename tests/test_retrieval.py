@@ -13,7 +13,7 @@ from generation import generate
 from scripts import needle, passkey
 from scripts.common import retrieval
 from scripts.common.runs import load_run
-from tests.helpers import Reader, small_config, small_model, stub_run
+from tests.helpers import Reader, saved_run, small_config, small_model, stub_run
 
 SCORES = "scores of 2 needles in 240 tokens"
 
@@ -87,6 +87,12 @@ def test_passkey_prompts():
     assert 1 <= min(keys) < 2500
     assert 47500 < max(keys) <= 50000
     assert passkey.make_trials(tokenizer, 1024, 3, seed=1) == trials[:3]
+
+
+@pytest.mark.parametrize("command", [passkey, needle])
+def test_learned_positions_are_too_few_for_a_prompt(call, tmp_path, command, refused):
+    run = saved_run(tmp_path / "run", small_model("softmax.py", "--positions=learned"))
+    refused(call, command, run, says=["learned positions end at 16", "take up to"])
 
 
 def test_passkeys_of_a_trained_run(run, call, pictures, refused):

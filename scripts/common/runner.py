@@ -145,10 +145,15 @@ class Evaluation(Generic[OptionsType]):
 
 def check_evaluation(evaluation: Evaluation, options: EvaluationOptions, trained: Config) -> None:
     """Raise UserError, before a run with this config is trained, if it cannot be measured."""
+    check_opening(options, trained)
+    identity(evaluation, options, options.apply_to(trained))  # last, as it may take a download
+
+
+def check_opening(options: EvaluationOptions, trained: Config) -> None:
+    """Raise UserError if a run with this config cannot be opened with these options."""
     config = options.apply_to(trained)
     check_attention(config)
     options.check_rope(config)
-    identity(evaluation, options, config)  # last, as it may take a download
 
 
 def identity(evaluation: Evaluation, options: EvaluationOptions, config: Config) -> dict:
@@ -348,7 +353,8 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
         if any(name.startswith(PRETRAINED) for name in arguments.runs):
             options, runs = read_models(evaluation, options, arguments.runs)
         else:
-            runs = dict(zip(run_names(arguments.runs), arguments.runs, strict=True))
+            paths = list(dict.fromkeys(arguments.runs))  # a run that is given twice counts once
+            runs = dict(zip(run_names(paths), paths, strict=True))
         options = evaluation.align(options, [read_config(run) for run in runs.values()])
         weights = check_runs(evaluation, options, runs, out)
         results = {}

@@ -195,7 +195,7 @@ def stretches(
         longest = max(longest, end - begin - 1)
     available = min(wanted, longest)
     if available < unit:
-        where = "validation tokens (see --tokens)"
+        where = "validation tokens (--tokens, or val_tokens of a scale)"
         if whole_documents and longest < unit:
             where = "in the longest document"
         raise UserError(

@@ -29,6 +29,7 @@ from scripts.common.papers import TOKENIZER, TRAINED_LENGTH
 from scripts.common.planned import check_plan, cost, stop_on_signals, train
 from scripts.common.plots import save_picture
 from scripts.common.tables import paired, ranged, spread, summarise, write
+from scripts.eval_length import error_range
 from scripts.reproduce import beside
 from scripts.reproduce.cost import print_cost, print_entries
 from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
@@ -76,8 +77,10 @@ def run_experiment(
     work = Work(name, experiment, scale, chosen, seeds, options.again)
     runs = work.runs()
     check_plan(runs)
-    if not options.plan:  # which needs no data
-        for evaluation, evaluation_options, run in work.evaluations():
+    for evaluation, evaluation_options, run in work.evaluations():
+        if options.plan:  # which needs no data
+            runner.check_opening(evaluation_options, run.config)
+        else:
             runner.check_evaluation(evaluation, evaluation_options, run.config)
     check_writable(folder)
     check_writable(scale.out)
@@ -328,11 +331,9 @@ def how_measured(rows: dict[str, dict]) -> str:
             facts.append(f"{key} {values}")
     errors = []
     for evaluation in evaluations:
-        errors += [error for error in evaluation.get("standard_error", []) if error is not None]
-    if errors:
-        facts.append(
-            f"with a standard error over the text of {min(errors):.4f} to {max(errors):.4f}"
-        )
+        errors += evaluation.get("standard_error", [])
+    if errors_text := error_range(errors):
+        facts.append(f"with a standard error over the text of {errors_text}")
     commits = []
     for environment in environments:
         if environment["commit"]:
