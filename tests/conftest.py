@@ -304,7 +304,7 @@ def scale(tmp_path):
 @pytest.fixture
 def commands(monkeypatch):
     """The training commands of scripts.reproduce and compare, run in this process; a list."""
-    from scripts.common import planned
+    from scripts.reproduce import planned
 
     done = []
 

@@ -9,10 +9,9 @@ import pytest
 
 from runtime import run_folder
 from scripts import compare
-from scripts.common import planned
 from scripts.common.tables import summarise
 from scripts.recall import RecallOptions
-from scripts.reproduce import beside, kinds, rebuild, report
+from scripts.reproduce import beside, kinds, planned, rebuild, report
 from scripts.reproduce.entries import open_scale
 from tests.helpers import (
     CONFIGS,

@@ -18,9 +18,8 @@ from runtime import run_folder
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import lock_folder
 from scripts import eval_length
-from scripts.common import planned
 from scripts.common.papers import LSSAR, SSMAX
-from scripts.reproduce import tables
+from scripts.reproduce import planned, tables
 from scripts.reproduce.cost import duration
 from scripts.reproduce.entries import (
     FILES,

@@ -15,9 +15,9 @@ from layers.build import build_model
 from runtime.run_folder import read_config
 from scripts import downstream
 from scripts.common.papers import SSMAX
-from scripts.common.planned import PlannedRun
 from scripts.reproduce import formulas, headroom, kinds, metrics, report, tables
 from scripts.reproduce.entries import config_entry
+from scripts.reproduce.planned import PlannedRun
 from tests.helpers import measured_losses, not_blank, read_table, saved_run, small_config
 from tests.runs import metrics as metrics_of
 

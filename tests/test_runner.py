@@ -24,9 +24,9 @@ from scripts.common import runner
 from scripts.common.command_line import parse
 from scripts.common.labels import picture_path, run_names
 from scripts.common.options import EvaluationOptions, Options
-from scripts.common.planned import PlannedRun
 from scripts.common.runner import NO_TEXT
 from scripts.common.runs import load_run, open_model, rope_scaling
+from scripts.reproduce.planned import PlannedRun
 from tests.helpers import measured_losses, reverse_shards, saved_run, small_config
 from tests.runs import ROOT
 

@@ -13,8 +13,8 @@ from runtime.device import PEAK_FLOPS, open_device
 from runtime.log import describe_warm_up
 from runtime.memory import fitting_batch_size
 from scripts.benchmark import prepare, timed_step
-from scripts.common.planned import PlannedRun, processes_of
 from scripts.common.tables import print_table
+from scripts.reproduce.planned import PlannedRun, processes_of
 
 # FLOP of the step timed on a CPU: 512 tokens at 124M parameters. A small model gets more tokens:
 # with 512 the optimizer would dominate, as it does not in training.

@@ -15,7 +15,7 @@ from errors import UserError
 from layers.rope import Rope
 from runtime.config_files import load_config, read_file, require_known_setting
 from scripts.common.papers import SSMAX
-from scripts.common.planned import PlannedRun
+from scripts.reproduce.planned import PlannedRun
 
 CONFIGS = ROOT / "configs"
 FILES = {path.stem: path for path in (*CONFIGS.glob("*.py"), *CONFIGS.glob("ablations/*.py"))}

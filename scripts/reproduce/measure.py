@@ -11,10 +11,10 @@ from errors import UserError, first_line
 from runtime.device import environment
 from scripts.common import runner
 from scripts.common.options import EvaluationOptions
-from scripts.common.planned import PlannedRun, with_bases
 from scripts.common.runner import Evaluation
 from scripts.common.validation import TextOptions
 from scripts.reproduce.entries import VIEWS, Entry, Scale
+from scripts.reproduce.planned import PlannedRun, with_bases
 
 # (x, y) by the title of the panel that they are drawn in
 Curves = dict[str, tuple[list[float], list[float]]]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from runtime import checkpoint
 from runtime.log import read_metrics
-from scripts.common.planned import PlannedRun
 from scripts.reproduce.measure import Values
+from scripts.reproduce.planned import PlannedRun
 
 MOST_POINTS = 100  # of a curve
 

@@ -26,7 +26,6 @@ from scripts.common import runner
 from scripts.common.command_line import Parser
 from scripts.common.labels import rope_by_label
 from scripts.common.papers import TOKENIZER, TRAINED_LENGTH
-from scripts.common.planned import check_plan, cost, stop_on_signals, train
 from scripts.common.plots import save_picture
 from scripts.common.tables import paired, ranged, spread, summarise, write
 from scripts.eval_length import error_range
@@ -36,6 +35,7 @@ from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
 from scripts.reproduce.headroom import HEADROOM, LONGER, available, by_seed
 from scripts.reproduce.kinds import GAIN
 from scripts.reproduce.measure import Experiment, Pictures, Work, in_tokens
+from scripts.reproduce.planned import check_plan, cost, stop_on_signals, train
 
 # Facts of an evaluation that the caption mentions, if they are known.
 MENTIONED = ("rope_theta", "tokens", "trials", "lm_eval")
