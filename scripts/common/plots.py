@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from runtime.files import atomic_write
 
 MARKERS = "osD^v<>pPX*hd8H"
 MOST_TICKS = 16
+TITLE_WIDTH = 52  # characters, as many as fit above a panel
 # The controls of scripts.common.validation in a legend.
 THIN = "thin: sliding window, plain RoPE"
 Numbers = Sequence[Any] | np.ndarray  # numbers; None, of y and deviation, leaves a gap
@@ -142,7 +144,7 @@ def draw_curves(
         for band in {curve.band for curve in curves if curve.band}:  # one in a panel
             axes.fill_between([], [], color="0.3", alpha=0.2, lw=0, label=band)
         axes.set(xlabel=xlabel, ylabel=ylabel)
-        axes.set_title(title, fontsize="medium")
+        axes.set_title(textwrap.fill(title, TITLE_WIDTH), fontsize="medium")
         if "x" in log:
             axes.set_xscale("log")
             if len(points) <= MOST_TICKS:
