@@ -135,7 +135,7 @@ def test_ids_of_ones_own(tmp_path, monkeypatch, train, call, capsys, refused):
     generated = capsys.readouterr().out.splitlines()[0].split()
     assert generated[:3] == ["12", "5", "900"]
     assert len(generated) == 8
-    says = "tokenizer.json: cannot encode 'There is an important info"
+    says = "tokenizer.json: cannot encode '\\nQuestion"
     refused(call, passkey, run, "--trials=1", "--lengths=300", says=says)
 
 
