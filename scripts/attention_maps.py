@@ -2,7 +2,6 @@
 
 python -m scripts.attention_maps RUN [RUN ...] --layer -1
 python -m scripts.attention_maps RUN [RUN ...] --text "Some other text." --lengths 1024,16384
-python -m scripts.attention_maps RUN [RUN ...] --distances
 python -m scripts.attention_maps hf:NAME_OR_FOLDER --files FILES --lengths 1024,16384
 
 Draws RUN/attention_maps.png, the weights of all heads of a layer on a text. Prints a table for the
@@ -23,21 +22,6 @@ columns are means over rows:
     dead                share of the rows that are all 0; they are left out of the other means
     sum                 sum |A|: 1 for a distribution
 
-LSSAR's Sect. 2.2.1 says of ReLU attention that positive scores are concentrated around the
-diagonal, and that a score below 0 gets no gradient, which isolates its token. --distances measures
-all layers and heads on the validation tokens, in windows of the training length:
-
-    positive            share of the weights above 0, by distance i - j of query i from key j: 0, 1,
-                        then up to 3, 7, 15, ...; of the keys that a query sees: null at distances
-                        that a head's attention window (--window, local_window) hides
-    dead_rows           share of the queries whose weights are all 0: their output is 0
-    dead_keys           share of the keys in a window's first half with weight 0 for every later
-                        query
-
-A negative weight is neither positive nor 0. The table has means over layers, heads and pairs of
-query and key: near, at distances below 1/16 of the length; far, from half of it; and all. The
-picture is weights_by_distance.png.
-
 RUN/attention_maps.json is a list of measurements:
 
     variant, seed, step, sha256, trained_length, dtype
@@ -51,16 +35,10 @@ RUN/attention_maps.json is a list of measurements:
                         keys that a window hides
         groups          {"dead": [heads][groups] share of rows, "first_token": [heads][groups], ...}
         heads           {"dead": [heads], "first_token": [heads], ...}, over all rows
-                        and "by distance": {...} with
-        length          of a window
-        distances       the greatest distance of each group
-        positive        [layers][heads][groups]
-        dead_rows, dead_keys    [layers][heads]
     environment
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +56,7 @@ from errors import UserError
 from evaluation import head_windows, layer_attention_weights
 from runtime.checkpoint import Checkpoint
 from scripts.common.command_line import option
+from scripts.common.groups import distances, sum_groups, with_nan, without_nan
 from scripts.common.hf_loading import CausalLM
 from scripts.common.hf_models import (
     AnyRun,
@@ -87,7 +66,7 @@ from scripts.common.hf_models import (
     require_tokenizer,
 )
 from scripts.common.papers import LSSAR
-from scripts.common.plots import Curve, draw_curves, panels
+from scripts.common.plots import panels
 from scripts.common.runner import NO_TEXT, Evaluation, Results, as_command
 from scripts.common.runs import Run, load_run, outline
 from scripts.common.tables import print_table
@@ -103,24 +82,19 @@ TEXT = LSSAR["figure_a1"]["text"]
 CLAMP = 0.5
 # The longest text that is drawn, and the longest whose ticks are its tokens, in tokens.
 MAP_TOKENS, WORDS = 2048, 48
-# The name of the chunk of --distances.
-BY_DISTANCE = "by distance"
-# A distance is near below this share of the length, and far from half of it.
-NEAR = 1 / 16
 STATISTICS = ("first_token", "entropy", "entropy_share", "zeros", "sum")
 COLUMNS = ("first_token", "entropy", "entropy_share", "zeros", "dead", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MapOptions(LengthOptions, FilesOptions):
-    """What heads attend to: maps of a text, the attention sink, and the weights by distance."""
+    """What heads attend to: maps of a text, the attention sink, and entropy."""
 
     multiples = (1, 8)
 
     layer: int = option(-1, "layer to map: 0 is the first, -1 the last")
     text: str = option(TEXT, "text to map; empty: none (default: that of LSSAR's Figure A1)")
     tokens: NonNegativeInt = option(32768, "validation tokens at each length; 0: only the text")
-    distances: bool = option(False, "also measure positive weights by distance in all layers")
 
     def ids(self, config: Config) -> list[int]:
         """The tokens of the text."""
@@ -147,10 +121,7 @@ class MapOptions(LengthOptions, FilesOptions):
 
     def validation(self, config: Config) -> NDArray[np.integer]:
         """The validation text that is cut into windows of all lengths."""
-        lengths = self.lengths_of(config)
-        if self.distances:
-            lengths += (config.block_size,)
-        return stretches(lengths, self.tokens, config)
+        return stretches(self.lengths_of(config), self.tokens, config)
 
 
 def align(options: MapOptions, configs: Sequence[Config]) -> MapOptions:
@@ -184,31 +155,25 @@ def identify(options: MapOptions, config: Config) -> dict:
     facts: dict[str, Any] = {"layer": options.layer_of(config)}
     if not isinstance(config, ModelConfig):
         facts["head_windows"] = head_windows(outline(config, options.window))
-    elif options.distances:
-        raise UserError(f"--distances is for runs of this repository, not for {config.label}")
-    if not (options.tokens or options.distances):
+    if options.tokens == 0:
         return facts | NO_TEXT | {"tokens": 0}
-    if min(options.lengths_of(config), default=2) < 2:
+    if min(options.lengths_of(config)) < 2:
         raise UserError("--lengths must be at least 2: a single key leaves no choice")
     targets = options.validation(config)[:, 1:]
     return facts | {"tokens": targets.size}
 
 
 def chunks(options: MapOptions, config: Config) -> dict[str, Any]:
-    """None for the text, the lengths of windows, and BY_DISTANCE for the shares by distance."""
+    """None for the text, and the lengths of windows."""
     by_name: dict[str, Any] = {}
     if options.text:
         by_name[f"text: {options.text}"] = None
     for length in options.lengths_of(config):
         by_name[f"{length} tokens"] = length
-    if options.distances:
-        by_name[BY_DISTANCE] = BY_DISTANCE
     return by_name
 
 
 def measure(options: MapOptions, run: Run, chunk: Any) -> dict:
-    if chunk == BY_DISTANCE:
-        return measure_distances(options, run)
     layer = options.layer_of(run.config)
     if chunk is None:
         text = torch.tensor([options.ids(run.config)])
@@ -221,34 +186,6 @@ def single_windows(options: MapOptions, run: Run, length: int) -> Iterator[Tenso
     validation = options.validation(run.config)
     for x, _ in windows(validation, length, run.device):
         yield from x.split(1)
-
-
-# ---- groups of positions or distances ----
-
-
-def distances(length: int) -> list[int]:
-    """The greatest distance of each group: 0, 1, 3, 7, ..., length - 1."""
-    groups = (length - 1).bit_length() + 1
-    return [min(length, 2**i) - 1 for i in range(groups)]
-
-
-def sum_groups(values: Tensor) -> Tensor:
-    """Sum values at each distance, [..., L], over each group of `distances`: [..., groups]."""
-    last = distances(values.shape[-1])
-    sizes = np.diff(last, prepend=-1).tolist()
-    sums = [group.sum(-1) for group in values.split(sizes, -1)]
-    return torch.stack(sums, dim=-1)
-
-
-def without_nan(values: Tensor) -> list:
-    """Nested lists with None instead of NaN, which JSON lacks."""
-    array = values.numpy()
-    return np.where(np.isnan(array), np.array(None), array).tolist()
-
-
-def with_nan(values: list) -> Tensor:
-    """Nested lists as a tensor, with NaN instead of None."""
-    return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
 # ---- rows, by the number of keys ----
@@ -343,108 +280,14 @@ def mean_over_heads(part: dict, name: str) -> float:
     return with_nan(part["heads"][name]).nanmean().item()
 
 
-# ---- weights, by distance ----
-
-
-def measure_distances(options: MapOptions, run: Run) -> dict:
-    """The shares of --distances, means over windows of the training length."""
-    length = run.config.block_size
-    pairs = visible_pairs(length, head_windows(run.model))  # [layers, H, groups]
-    measured = defaultdict(list)  # by layer within each window
-    for idx in single_windows(options, run, length):
-        with run.autocast():
-            signs = layer_attention_weights(
-                run.model,
-                idx,
-                rows=slice(None),
-                reduce=lambda A: A.sign().char(),  # a byte each
-            )
-        for layer_signs, layer_pairs in zip(signs, pairs, strict=True):
-            for name, share in shares(layer_signs[0], layer_pairs).items():
-                measured[name].append(share)
-    result: dict[str, Any] = {"length": length, "distances": distances(length)}
-    for name, by_layer in measured.items():
-        by_window = torch.stack(by_layer).unflatten(0, (-1, len(pairs)))
-        result[name] = without_nan(by_window.mean(0))
-    return result
-
-
-def visible_pairs(length: int, layers: list[list[int | None]]) -> Tensor:
-    """The number of pairs of query and key that heads see, [layers, H, groups of distances]."""
-    distance = torch.arange(length)
-    limits = torch.tensor([[window or length for window in heads] for heads in layers])
-    visible = distance < limits[..., None]
-    pairs = (length - distance) * visible  # [layers, H, L]
-    return sum_groups(pairs).double()
-
-
-def shares(sign: Tensor, pairs: Tensor) -> dict[str, Tensor]:
-    """The shares of a layer in one window, from the signs of its weights [H, L, L].
-
-    These are positive weights by distance [H, groups], NaN where `visible_pairs` are 0, and dead
-    rows and dead keys [H].
-    """
-    length = sign.shape[-1]
-    positive = []
-    for distance in range(length):
-        diagonal = sign.diagonal(-distance, -2, -1)
-        positive.append((diagonal > 0).sum(-1))
-    counts = sum_groups(torch.stack(positive, dim=-1)).cpu()
-    used = sign != 0
-    used_rows = used.any(-1)
-    used_keys = used.tril(-1).any(-2)  # by a later query
-    used_keys = used_keys[:, : length // 2]
-    dead_rows = (~used_rows).double().mean(-1)
-    dead_keys = (~used_keys).double().mean(-1)
-    return {
-        "positive": counts / pairs,
-        "dead_rows": dead_rows.cpu(),
-        "dead_keys": dead_keys.cpu(),
-    }
-
-
-def mean_shares(result: dict) -> dict[str, float]:
-    """Means over layers and heads, and for distances over all visible pairs of query and key.
-
-    NaN where there is no such pair.
-    """
-    part = result["parts"][BY_DISTANCE]
-    length = part["length"]
-    pairs = visible_pairs(length, result["head_windows"])  # [layers, H, groups]
-    positive = with_nan(part["positive"]).nan_to_num() * pairs  # pairs with a positive weight
-    last = torch.tensor(part["distances"])  # of each group
-    first = torch.cat((torch.tensor([0]), last[:-1] + 1))
-    groups = {
-        "near": last < max(1, NEAR * length),
-        "far": first >= length / 2,
-        "all": last >= 0,
-    }
-    mean_of = {}
-    for name, group in groups.items():
-        share = positive[..., group].sum() / pairs[..., group].sum()
-        mean_of[name] = share.item()
-    mean_of["dead rows"] = torch.tensor(part["dead_rows"]).mean().item()
-    mean_of["dead keys"] = torch.tensor(part["dead_keys"]).mean().item()
-    return mean_of
-
-
-def positive_curve(result: dict) -> tuple[list[float], list[float]]:
-    """The distances + 1, and the mean share of positive weights over the heads that see so far."""
-    part = result["parts"][BY_DISTANCE]
-    by_head = with_nan(part["positive"]).flatten(0, 1)  # [layers * H, groups]
-    return [last + 1 for last in part["distances"]], by_head.nanmean(0).tolist()
-
-
 # ---- the tables and the pictures ----
 
 
 def show(options: MapOptions, results: Results) -> dict[str, Figure]:
-    """Print a table of every chunk, with a line for every run; draw the distances."""
+    """Print a table of every chunk, with a line for every run."""
     # the default lengths of runs with other training lengths differ
     parts = [result["parts"] for result in results.values()]
     for names in zip(*parts, strict=True):
-        if names[0] == BY_DISTANCE:
-            return {"weights_by_distance": show_distances(results)}
         print(f"\nlayer {options.layer}, {ascii(names[0][:46])}; means over heads and rows")
         table = [["", "length", *COLUMNS]]
         for (run, result), name in zip(results.items(), names, strict=True):
@@ -453,24 +296,6 @@ def show(options: MapOptions, results: Results) -> dict[str, Figure]:
             table.append([run, str(part["length"]), *cells])
         print_table(table)
     return {}
-
-
-def show_distances(results: Results) -> Figure:
-    """Print a line and draw a curve for every run."""
-    curves = []
-    table: list[list[str]] = []
-    for name, result in results.items():
-        curves.append(Curve(name, *positive_curve(result)))
-        mean_of = mean_shares(result)
-        if not table:
-            table.append(["", *mean_of])
-        table.append([name, *(f"{share:.4f}" for share in mean_of.values())])
-    length = next(iter(results.values()))["parts"][BY_DISTANCE]["length"]
-    print(f"\nshare of positive weights, validation tokens in windows of {length}")
-    print_table(table, width=11)
-    return draw_curves(
-        {"": curves}, "distance from the diagonal + 1, up to", "share of weights above 0", log="x"
-    )
 
 
 def draw_run(

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import matplotlib.image
+import numpy as np
 import torch
 
 from config import Config
@@ -195,3 +196,21 @@ def read_table(folder):
 
 def not_blank(path):
     return matplotlib.image.imread(path).std() > 0
+
+
+def validation_ids(shards, length, count):
+    """The first windows of the validation tokens, [count, length]."""
+    tokens = read_shard(shards / "text_val_000000.bin")
+    first = tokens[: count * length].astype(np.int64)
+    return torch.from_numpy(first).view(count, length)
+
+
+def visible_keys(windows):
+    """Which of 16 keys each of 16 queries sees, [heads, 16, 16], for the window of each head."""
+    i, j = np.indices((16, 16))
+    heads = []
+    for window in windows:
+        first = i - (window or 16) + 1
+        is_visible = (first <= j) & (j <= i)
+        heads.append(is_visible)
+    return np.stack(heads)

@@ -1,4 +1,4 @@
-"""Attention maps, the numbers of the attention sink, and where weights are positive."""
+"""Attention maps, and the numbers of the attention sink."""
 
 import json
 import math
@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import evaluation
-from data.shards import read_shard
 from scripts import attention_maps
-from scripts.attention_maps import TEXT, group_sums, mean_shares, row_statistics, summary
+from scripts.attention_maps import TEXT, group_sums, row_statistics, summary
 from scripts.common.runs import load_run
-from tests.helpers import not_blank, saved_run, small_model
+from tests.helpers import not_blank, saved_run, small_model, validation_ids, visible_keys
 
 # Two windows of 16 validation tokens, and a short text.
 FEW = [
@@ -27,13 +26,6 @@ def read(run):
     """The run's measurements; what JSON has not, such as NaN, is an error."""
     text = (run / "attention_maps.json").read_text()
     return json.loads(text, parse_constant=pytest.fail)
-
-
-def validation_ids(shards, length, count):
-    """The first windows of the validation tokens, [count, length]."""
-    tokens = read_shard(shards / "text_val_000000.bin")
-    first = tokens[: count * length].astype(np.int64)
-    return torch.from_numpy(first).view(count, length)
 
 
 def statistics_of(A, keys):
@@ -97,32 +89,7 @@ def test_blocks_of_rows_make_the_same_weights(monkeypatch):
     torch.testing.assert_close(statistics, expected, rtol=1e-10, atol=1e-12)
 
 
-# ---- weights, by distance ----
-
-
-def test_groups_of_distances():
-    assert attention_maps.distances(4) == [0, 1, 3]
-    assert attention_maps.distances(6) == [0, 1, 3, 5]
-
-
-def test_counts_of_a_window():
-    """A negative weight is neither positive nor dead."""
-    A = torch.zeros(2, 4, 4)
-    A[0, 0, 0] = 0.5  # query 2 of this head has no weight
-    A[0, 1, 0] = 0.5
-    A[0, 3, 1] = 0.5
-    A[0, 3, 3] = 0.5
-    A[1, 1, 0] = -1e-40  # query 0 of this head has no weight, and key 1 none from a later query
-    A[1, 2, 2] = -0.5
-    A[1, 3, 3] = 0.5
-    (pairs,) = attention_maps.visible_pairs(4, [[None, None]])
-    shares = attention_maps.shares(A.sign(), pairs)
-    first_head, second_head = shares["positive"].tolist()
-    # distance 0: 2 of 4; 1: 1 of 3; 2 and 3: 1 of 3. Dead: one query of 4, no key of 2.
-    assert first_head == pytest.approx([2 / 4, 1 / 3, 1 / 3])
-    assert second_head == [1 / 4, 0, 0]
-    assert shares["dead_rows"].tolist() == [1 / 4, 1 / 4]
-    assert shares["dead_keys"].tolist() == [0, 1 / 2]
+# ---- windows ----
 
 
 def test_windows_by_layer(shards, call, tmp_path, pictures):
@@ -146,22 +113,19 @@ def test_windows_by_layer(shards, call, tmp_path, pictures):
     ],
 )
 def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp_path, request):
-    if settings != "softmax.py":  # whose pictures are drawn
+    if settings != "softmax.py":  # whose picture is drawn
         request.getfixturevalue("pictures")
     model = small_model(settings, f"--data_dir={shards}").float()
     run = saved_run(tmp_path / "run", model)
-    call(attention_maps, run, *FEW, "--distances")
+    call(attention_maps, run, *FEW)
     (result,) = read(run)
     assert result["head_windows"] == [list(windows)] * 2
     ids = validation_ids(shards, 16, 2)
     layers = evaluation.layer_attention_weights(model, ids, slice(None))
-    A = torch.stack(layers).double().numpy()  # [layers, windows, heads, queries, keys]
+    A = layers[1].double().numpy()  # [windows, heads, queries, keys]
     visible = visible_keys(windows)
-    check_rows(result["parts"]["16 tokens"]["heads"], A[1], visible)
-    check_distances(result["parts"]["by distance"]["positive"], A, visible)
-    check_means(mean_shares(result), A, visible, has_dead_rows=settings.startswith("relu"))
+    check_rows(result["parts"]["16 tokens"]["heads"], A, visible)
     if settings == "softmax.py":
-        assert not_blank(run / "weights_by_distance.png")
         assert not_blank(run / "attention_maps.png")
     # what a head's window hides is white, as what comes after
     first_ids = ids[0].tolist()
@@ -172,17 +136,6 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
         (image,) = figure.axes[head].images
         drawn = image.get_array().count()
         assert drawn == visible[head].sum()
-
-
-def visible_keys(windows):
-    """Which of 16 keys each of 16 queries sees, [heads, 16, 16], for the window of each head."""
-    i, j = np.indices((16, 16))
-    heads = []
-    for window in windows:
-        first = i - (window or 16) + 1
-        is_visible = (first <= j) & (j <= i)
-        heads.append(is_visible)
-    return np.stack(heads)
 
 
 def check_rows(measured, A, visible):
@@ -205,33 +158,6 @@ def check_rows(measured, A, visible):
         if has_no_window:
             expected = first_token[:, head][rows].mean()
             assert measured["first_token"][head] == pytest.approx(expected, rel=1e-5)
-
-
-def check_distances(measured, A, visible):
-    """The shares of positive weights by distance, from A [layers, windows, heads, 16, 16]."""
-    i, j = np.indices((16, 16))
-    group = np.frexp(abs(i - j))[1]  # 0, 1, 2 to 3, 4 to 7, 8 to 15 keys back
-    for layer in range(2):
-        for head in range(2):
-            positive = A[layer, :, head] > 0
-            expected = []
-            for number in range(5):
-                pairs = visible[head] & (group == number)
-                share = positive[:, pairs].mean() if pairs.any() else None
-                expected.append(share)
-            assert measured[layer][head] == pytest.approx(expected)
-
-
-def check_means(measured, A, visible, has_dead_rows):
-    """The means over all layers and heads, from A [layers, windows, heads, 16, 16]."""
-    positive = A > 0
-    dead_rows = ~A.any(-1)
-    by_later_queries = np.tril(A, -1)
-    dead_keys = ~by_later_queries[..., :8].any(-2)
-    assert measured["all"] == pytest.approx(positive[..., visible].mean())
-    assert measured["dead rows"] == pytest.approx(dead_rows.mean())
-    assert measured["dead keys"] == pytest.approx(dead_keys.mean())
-    assert (measured["dead rows"] > 0) == has_dead_rows
 
 
 # ---- the command ----

@@ -422,7 +422,6 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
         refused(call, eval_length, *arguments, says=says)
     refused(call, passkey, name, says="passkey measures runs of this repository")
     maps = ["--files", text_file, "--lengths=16", "--tokens=64"]
-    refused(call, attention_maps, name, *maps, "--distances", says="--distances is for runs")
     refused(call, attention_maps, mamba, *maps, "--window=16", says="layer 1 of this model has no")
     call(eval_length, mamba, *text[:2], "--lengths=16,64", "--window=16", "--no_control")
 

@@ -9,13 +9,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from config import Config
-from scripts.attention_maps import (
-    ATTENTION_MAPS,
-    MapOptions,
-    mean_over_heads,
-    mean_shares,
-    positive_curve,
-)
+from scripts.attention_maps import ATTENTION_MAPS, MapOptions, mean_over_heads
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
 from scripts.copying import (
     BEYOND,
@@ -68,6 +62,12 @@ from scripts.reproduce.kinds import (
 )
 from scripts.reproduce.measure import Experiment, in_tokens
 from scripts.reproduce.pictures import in_panels, lines
+from scripts.weights_by_distance import (
+    WEIGHTS_BY_DISTANCE,
+    DistanceOptions,
+    mean_shares,
+    positive_curve,
+)
 
 # ---- the entries of larger tables ----
 
@@ -606,8 +606,8 @@ EXPERIMENTS = {
             "lssar_p15",
         ),
         columns=SPARSITY_COLUMNS,
-        evaluation=ATTENTION_MAPS,
-        options=lambda config: MapOptions(text="", lengths=(), distances=True, rope="none"),
+        evaluation=WEIGHTS_BY_DISTANCE,
+        options=lambda config: DistanceOptions(rope="none"),
         values=dead_shares,
         curves=lambda measured: {"": positive_curve(measured)},
         draw_first_seed=lines(
