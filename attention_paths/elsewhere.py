@@ -55,7 +55,9 @@ def whole_mask(*arguments: Any, **options: Any) -> Tensor | None:
     """The mask [B or 1, 1, Lq, Lk] of a model's layers, True where a query sees a key."""
     from transformers.masking_utils import sdpa_mask
 
-    return sdpa_mask(*arguments, **(options | {"allow_is_causal_skip": False}))
+    mask: Any = sdpa_mask(*arguments, **(options | {"allow_is_causal_skip": False}))
+    mask.readings = {}  # by window: see read_mask
+    return mask
 
 
 def attend(
@@ -90,18 +92,31 @@ def attend(
     attention.softcap = softcap
     document_positions = None
     if mask is not None:
-        mask = mask[:, 0]
-        # a mask of floats is added to scores: 0 where a query sees a key
-        mask = mask == 0 if mask.is_floating_point() else mask.bool()
-        length = count_keys(mask)
+        length, positions = read_mask(mask, sliding_window, options.get("position_ids"))
         k = k[:, :, :length]
         v = v[:, :, :length]
-        positions = read_positions(mask[..., :length], sliding_window, options.get("position_ids"))
         if positions is not None:
             document_positions = positions.expand(len(q), -1)
     scale = 1.0 if scaling is None else scaling * q.shape[-1] ** 0.5
     context = Context(score_scale=scale, document_positions=document_positions)
     return attention(q, k, v, context).transpose(1, 2), None
+
+
+def read_mask(
+    mask: Tensor, window: int | None, position_ids: Tensor | None
+) -> tuple[int, Tensor | None]:
+    """Return `count_keys` and `read_positions` of a mask [B or 1, 1, Lq, Lk].
+
+    On a GPU the host waits for both, so that a mask of `whole_mask`, which layers share, is read in
+    the first of them alone.
+    """
+    readings = getattr(mask, "readings", {})
+    if window not in readings:
+        # a mask of floats is added to scores: 0 where a query sees a key
+        visible = mask[:, 0] == 0 if mask.is_floating_point() else mask[:, 0].bool()
+        length = count_keys(visible)
+        readings[window] = length, read_positions(visible[..., :length], window, position_ids)
+    return readings[window]
 
 
 def count_keys(mask: Tensor) -> int:

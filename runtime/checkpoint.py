@@ -17,6 +17,7 @@ checkpoints are deleted only after the rename, so a step_*.pt is never incomplet
 archive, whose checksums reveal damage by the disk.
 """
 
+import functools
 import io
 import math
 import os
@@ -353,17 +354,23 @@ def find(run: str | Path, quiet: bool = False) -> Checkpoint:
     files = [path for path in files if path.is_file()]
     for path in files:
         try:
-            with zipfile.ZipFile(path) as archive:
-                damaged_entry = archive.testzip()
-            if damaged_entry is not None:
-                raise UserError(f"the checksum of {damaged_entry} in it is wrong")
-            return Checkpoint(path, {"step": load(path).step, "sha256": sha256_of(path)})
+            return Checkpoint(path, identify(path, path.stat().st_mtime_ns))
         except Exception as error:  # zipfile raises many types for damaged files
             if not quiet:
                 print(f"warning: {path} is damaged: {first_line(error)}", file=sys.stderr)
     if files:
         raise UserError(f"{files[0]} is damaged, and no earlier checkpoint is intact")
     raise UserError(no_checkpoint(run))
+
+
+@functools.cache  # it reads the whole file, and a table looks up each run several times
+def identify(path: Path, modified_ns: int) -> dict[str, Any]:
+    """The step and sha256 of a checkpoint. Raises an exception of many types if it is damaged."""
+    with zipfile.ZipFile(path) as archive:
+        damaged_entry = archive.testzip()
+    if damaged_entry is not None:
+        raise UserError(f"the checksum of {damaged_entry} in it is wrong")
+    return {"step": load(path).step, "sha256": sha256_of(path)}
 
 
 def load(path: Path) -> State:

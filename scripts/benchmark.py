@@ -13,12 +13,12 @@ paper uses standard PyTorch functions and no fused kernels, as does `--impls unf
 built from torch.nn's Transformer modules, as a baseline without this repository. Each model is
 measured in its own process, so that its peak memory is known; the models take turns, round by
 round, so that a change in the machine's speed affects all of them equally. Times are medians over
-the rounds. On a GPU a round is several steps, between which the host does not wait, as in training,
-and the file of --out also has the milliseconds per step of all kernels together and of each of the
-longest ones. Without a scale the model is GPT-2 124M at 1,024 tokens; --batch_size is 4 by default.
-The phase `decode` generates one more token for each of batch_size sequences, of which
-block_size - 1 are cached; `attention` is ten calls of one layer's attention, forward and backward,
-and `attention_eval` is ten calls without gradients.
+the rounds. On a GPU a round is a step that is not timed and four that are, between which the host
+does not wait, as in training. The file of --out also has the milliseconds per step of all kernels
+together and of each of the longest ones. Without a scale the model is GPT-2 124M at 1,024 tokens;
+--batch_size is 4 by default. The phase `decode` generates one more token for each of batch_size
+sequences, of which block_size - 1 are cached; `attention` is ten calls of one layer's attention,
+forward and backward, and `attention_eval` is ten calls without gradients.
 """
 
 import argparse
@@ -255,13 +255,18 @@ def prepare(config: Config, phase: str, plain: bool) -> str | None:
 
 def timed_step() -> tuple[float, float]:
     """Take a round's steps; return the milliseconds of one, and the peak memory so far in MB."""
-    steps = STEPS if _device.type == "cuda" else 1
+    steps = 1
+    if _device.type == "cuda":
+        steps = STEPS
+        _step()  # allocates again what the last round has freed
     synchronize()
     started = time.perf_counter()
     for _ in range(steps):
         _step()
     synchronize()
-    return 1000 * (time.perf_counter() - started) / steps, memory_mb(_device)
+    ms = 1000 * (time.perf_counter() - started) / steps
+    free_memory()
+    return ms, memory_mb(_device)
 
 
 def kernel_times() -> Counter[str]:
@@ -273,12 +278,19 @@ def kernel_times() -> Counter[str]:
             synchronize()
         for event in profile.events():
             times[event.name] += event.device_time / 1000
+        free_memory()
     return times
 
 
 def synchronize() -> None:
     if _device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def free_memory() -> None:
+    """Return the GPU memory that a step no longer uses: the next model's process needs it."""
+    if _device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 # ---- the steps ----

@@ -10,7 +10,8 @@ import torch
 import torch.nn as nn
 
 from attention import VARIANTS
-from attention_paths.elsewhere import attach, attend, read_positions
+from attention_paths import elsewhere
+from attention_paths.elsewhere import attach, attend, count_keys, read_positions
 from attention_paths.reference import ReferenceAttention
 from errors import UserError
 from tests.runs import ROOT
@@ -176,6 +177,22 @@ def test_a_mask_that_is_added_to_scores(build):
     for mask in (visible, added):
         logits = model(x, attention_mask=mask.expand(len(x), 1, 20, 20)).logits
         torch.testing.assert_close(logits, expected)
+
+
+@torch.no_grad()
+def test_layers_share_what_was_read_of_their_mask(build, monkeypatch):
+    """Gemma 2 has a mask with a window and another without."""
+    masks = []
+
+    def count(mask):
+        masks.append(mask)
+        return count_keys(mask)
+
+    monkeypatch.setattr(elsewhere, "count_keys", count)
+    model = attach(build(), "softmax")
+    model(x)
+    assert len(masks) == (2 if model.config.model_type == "gemma2" else 1)
+    assert len(masks) <= model.config.num_hidden_layers
 
 
 def test_padding_is_one_document():
