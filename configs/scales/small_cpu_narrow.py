@@ -1,4 +1,4 @@
-# small_cpu.py with the blocks of tiny.py, 0.8M parameters: whether a result depends on the size.
+# small_cpu.py with the blocks of tiny.py, 0.8M parameters, to test whether size matters.
 from configs.scales.small_cpu import *
 
 n_layer = 4

@@ -1,4 +1,4 @@
-# For a laptop: tiny.py, trained with Muon: whether a result depends on the optimizer.
+# For a laptop: tiny.py, trained with Muon, to test whether results depend on the optimizer.
 from configs.scales.tiny import *
 
 optimizer = "muon"

@@ -1,4 +1,4 @@
-# For a laptop: lookup, trained with Muon: whether a result depends on the optimizer.
+# For a laptop: lookup, trained with Muon, to test whether results depend on the optimizer.
 from configs.scales.recall.tiny import *
 
 optimizer = "muon"
