@@ -220,7 +220,7 @@ class Config:
     batch_size: NonNegativeInt = setting(
         0,
         "Largest micro-batch, in sequences. The largest divisor of a process's sequences per step "
-        "within it is used. 0: at most 64, on CUDA also what its memory is estimated to hold.",
+        "within it is used. 0: at most 64, and what the memory is estimated to hold.",
     )
     attention_impl: Literal["auto", "triton", "blocked", "reference"] = setting(
         "auto", "How attention is computed. 'auto': the fastest way that works here."

@@ -115,7 +115,7 @@ def build_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScal
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
-    """Update the weights unless `found_inf`, a float32 tensor, is 1.
+    """Update the weights unless `found_inf`, a float32 tensor, is 1; in training in float16.
 
     GradScaler.step would decide for each optimizer by its own gradients. A fused optimizer reads
     the tensor on the device, as GradScaler has it do. For other optimizers, such as Muon, the host

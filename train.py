@@ -1,8 +1,9 @@
 """Train a model: python train.py configs/lssar_p15.py, or the same under torchrun.
 
 Read top to bottom: config -> data -> model -> optimizers -> loop. The loss curve depends on the
-global batch and the seed, not on the number of processes or micro-batches, nor on how often the run
-is stopped and resumed. docs/resuming.md lists the exit codes.
+global batch and the seed, not on how often the run is stopped and resumed, nor on the number of
+processes or micro-batches, unless a variant draws random numbers. docs/resuming.md lists the exit
+codes.
 """
 
 import math
@@ -42,6 +43,7 @@ from model import GPT, compile_model
 from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate, step_if_finite
 from runtime import checkpoint
 from runtime.checkpoint import State, Training
+from runtime.describe import describe
 from runtime.device import (
     Event,
     autocast,
@@ -62,7 +64,7 @@ from runtime.distributed import (
     world_size,
 )
 from runtime.files import lock_folder
-from runtime.log import Log, describe, say, wandb_settings
+from runtime.log import Log, say, wandb_settings
 from runtime.memory import fitting_batch_size
 from runtime.pretrained import load_initial
 
@@ -136,7 +138,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
         dtype,
         say=say if rank() == 0 else None,
     )
-    initial = load_initial(model, config.init_from) if config.init_from else None
+    began_with = load_initial(model, config.init_from) if config.init_from else None
 
     # ---- optimizers ----
     optimizers = build_optimizers(model, config)
@@ -154,9 +156,9 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
         say(describe(config, training, loader, world_size()))
         if loader is not None and not config.dry_run:
             facts = kernel_facts | {"data": identity}
-            if initial is not None:
-                facts["began_with"] = initial.id
-            checkpoint.write_run_metadata(run, config, facts, training.resumed_at, training.changes)
+            if began_with is not None:
+                facts["began_with"] = began_with
+            checkpoint.write_run_metadata(run, config, facts, training)
     return training, loader, loss_fn
 
 
@@ -288,11 +290,11 @@ def train_step(
     batch: StepBatch,
     grad_clip: float,
 ) -> tuple[Tensor, Tensor]:
-    """Update the model once, by the gradient of the batch's loss; with AdamW the host never waits.
+    """Update the model once, by the gradient of the batch's loss.
 
     Returns the loss, averaged over ranks, and the gradient norm before clipping (grad_clip = 0: no
-    clipping), on the device. Both are the same on all ranks; if one is not finite, the weights do
-    not change.
+    clipping), on the device. Both are the same on all ranks. If one is not finite, the weights do
+    not change in float16, whose loss scale then falls; otherwise the run ends without saving them.
     """
     scaler = training.scaler
     loss = torch.zeros((), device=training.device)
@@ -311,9 +313,12 @@ def train_step(
     if dist.is_initialized():
         dist.all_reduce(loss)
         loss /= world_size()
-    is_bad = ~(loss.isfinite() & norm.isfinite())
     for optimizer in training.optimizers:
-        step_if_finite(optimizer, is_bad.float())
+        if scaler.is_enabled():
+            is_bad = ~(loss.isfinite() & norm.isfinite())
+            step_if_finite(optimizer, is_bad.float())
+        else:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
     return loss, norm

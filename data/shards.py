@@ -9,6 +9,7 @@ tokenizer is built in.
 import functools
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from io import FileIO
@@ -183,12 +184,12 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
     listed = meta["shards"] if meta else []
     for shard in listed:
         name = shard["name"]
-        if f"_{split}_" in name and not Path(data_dir, name).exists():
+        if is_in_split(name, split) and not Path(data_dir, name).exists():
             raise UserError(
                 f"{data_dir}: {name} is missing, which meta.json lists: copy it there, or repeat "
                 "the command that made the folder"
             )
-    paths = sorted(Path(data_dir).glob(f"*_{split}_*.bin"))
+    paths = sorted(path for path in Path(data_dir).glob("*.bin") if is_in_split(path.name, split))
     if not paths:
         missing = f"has no *_{split}_*.bin" if Path(data_dir).exists() else "does not exist"
         raise UserError(
@@ -196,6 +197,11 @@ def list_shards(data_dir: str | Path, split: str) -> list[Path]:
             "`python -m data.fineweb`, or for text of your own `python -m data.text` (docs/data.md)"
         )
     return paths
+
+
+def is_in_split(name: str, split: str) -> bool:
+    """Whether a file is a shard of a split, such as my_val_set_train_000001.bin of "train"."""
+    return re.search(rf"_{split}_[^_]+\.bin$", name) is not None
 
 
 def identity_of(data_dir: str | Path) -> Identity:

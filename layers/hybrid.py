@@ -17,8 +17,8 @@ from model import SelfAttention
 class HybridAttention(SelfAttention):
     """Self-attention whose first `nope_heads` heads use no positional encoding (NoPE).
 
-    With a local_window, `attention` computes these heads, and `local` the other heads, as softmax
-    over the last `local_window` keys.
+    With a local_window the other heads are softmax over the last `local_window` keys: `local`
+    computes them or, in a layer without NoPE heads, `attention` computes all heads so.
     """
 
     local: Attention | None

@@ -3,8 +3,9 @@
 config.json        every setting, resolved
 tokenizer.json     the tokenizer, unless it is built in
 data_dir.txt       the absolute path of data_dir, which another working directory needs
-environment.json   versions, machine, commit; the checkpoint whose weights init_from loaded; the
-                   settings that were changed when resuming
+environment.json   versions, machine and commit of the latest start; `starts`: these of each start,
+                   with its step, number of processes and dtype; the checkpoint whose weights
+                   init_from loaded; the settings that were changed when resuming
 uncommitted.patch  changes of the repository since the commit, if any, with untracked .py files;
                    resuming at step 200 adds uncommitted_000200.patch
 wandb.json         the run's id in wandb
@@ -27,7 +28,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -41,7 +42,7 @@ from model import GPT
 from optim import learning_rate
 from runtime.config_files import DATA_DIR, check_saved_keys, format_value
 from runtime.device import environment, uncommitted
-from runtime.distributed import rank
+from runtime.distributed import rank, world_size
 from runtime.files import atomic_write, convert, read_json, sha256_of, write_json
 from runtime.run_folder import (
     Settings,
@@ -146,6 +147,7 @@ class StartRecord(msgspec.Struct):
     data: Identity = {}  # what identifies the data
     began_with: dict[str, Any] | None = None  # step and sha256 of the checkpoint of init_from
     changes: list[dict[str, Any]] = []  # where the run was resumed: steps, values before and after
+    starts: list[dict[str, Any]] = []  # environments, each with its step
 
 
 def read_start_record(run: Path) -> StartRecord:
@@ -179,19 +181,13 @@ def shards_difference(run: Path, config: Config) -> str | None:
     return None
 
 
-def write_run_metadata(
-    run: Path,
-    config: Config,
-    facts: dict,
-    resumed_at: int | None,
-    changes: dict[str, tuple],
-) -> None:
+def write_run_metadata(run: Path, config: Config, facts: dict, training: Training) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
     `facts` are recorded too: what layers.selfcheck found, the identity of the data, and the
     checkpoint that the run began with. A resumed run keeps that checkpoint, the identity and the
-    hash of the formulas from its first start, warns if the formulas have changed since, and appends
-    its changed settings to the recorded changes. Each start writes a patch.
+    hash of the formulas from its first start, and appends its changed settings and its environment.
+    Each start writes a patch.
     """
     copy_tokenizer(config.tokenizer, run)
     settings = config.as_dict()
@@ -200,20 +196,21 @@ def write_run_metadata(
     write_json(run / "config.json", settings)
     with atomic_write(run / DATA_DIR, "w") as file:
         file.write(os.path.abspath(config.data_dir) + "\n")
-    record = environment(config.device) | facts
+    now = environment(config.device)
+    record = now | facts
+    starts = []
+    resumed_at = training.resumed_at
     if resumed_at is None:
         record["formulas"] = formulas_hash(config)
     else:
-        edited = formulas_difference(run, config)
-        if edited is not None:
-            print(f"warning: {run} began with {edited}", file=sys.stderr)
         before = read_start_record(run)
+        starts = [start for start in before.starts if start["step"] < resumed_at]
         record["formulas"] = before.formulas
         record["data"] = before.data
         record["began_with"] = before.began_with
         record["changes"] = [change for change in before.changes if change["step"] < resumed_at]
-        if changes:
-            record["changes"].append({"step": resumed_at, **changes})
+        if training.changes:
+            record["changes"].append({"step": resumed_at, **training.changes})
     patch = f"uncommitted_{resumed_at:06d}.patch" if resumed_at else "uncommitted.patch"
     if record["modified"]:
         with atomic_write(run / patch) as file:
@@ -222,6 +219,12 @@ def write_run_metadata(
         (run / patch).unlink(missing_ok=True)
     if record["modified"] is not None:  # None: not in a git repository
         record["modified"] = any(run.glob("uncommitted*.patch"))  # at this start or an earlier one
+    start = {
+        "step": resumed_at or 0,
+        "processes": world_size(),
+        "dtype": str(training.dtype).removeprefix("torch."),
+    }
+    record["starts"] = [*starts, start | now]
     write_json(run / "environment.json", record)
 
 
@@ -245,6 +248,7 @@ class Saver:
         self.intact = [path for path in checkpoints(run) if step_of(path) <= last_intact]
         self.thread = ThreadPoolExecutor(1)
         self.pending = self.thread.submit(lambda: None)
+        self.last_failed = False
 
     @property
     def newest_step(self) -> int:
@@ -254,11 +258,19 @@ class Saver:
     def save(self, kind: str, state: State) -> None:
         """Copy the state to host memory, then write it in the background, as a "step" or "best".
 
-        First waits for the previous checkpoint. Raises UserError if writing that failed.
+        First waits for the previous checkpoint. Where writing it failed, as on a disk that is full
+        for a while, a warning says so; raises UserError if the one before had failed too.
         """
         if rank() > 0:
             return
-        self.wait()
+        try:
+            self.wait()
+            self.last_failed = False
+        except UserError as error:
+            if self.last_failed:
+                raise
+            self.last_failed = True
+            print(f"warning: a checkpoint is missing: {error}", file=sys.stderr)
         content = io.BytesIO()
         torch.save(msgspec.structs.asdict(state), content)
         name = "best.pt" if kind == "best" else f"step_{state.step:06d}.pt"
@@ -336,11 +348,16 @@ def saved_init_from(run: Path) -> str:
 # ---- reading ----
 
 
-class Checkpoint(NamedTuple):
-    """A checkpoint's file, and its step and sha256, which identify its weights in results."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """An intact checkpoint's file."""
 
     path: Path
-    id: dict[str, Any]
+
+    @functools.cached_property  # it reads the whole file
+    def id(self) -> dict[str, Any]:
+        """The step and sha256, which identify the weights in results."""
+        return {"step": load(self.path).step, "sha256": sha256_of(self.path)}
 
 
 def find(run: str | Path, quiet: bool = False) -> Checkpoint:
@@ -348,13 +365,15 @@ def find(run: str | Path, quiet: bool = False) -> Checkpoint:
 
     A file whose checksums or content are wrong is reported on standard error, and the previous
     checkpoint is used. `run` may also be the file of a checkpoint. Raises UserError if none is
-    intact.
+    intact, and if a file cannot be read for a reason that may pass.
     """
     files = [Path(run)] if is_checkpoint(run) else checkpoints(run)
     files = [path for path in files if path.is_file()]
     for path in files:
         try:
-            return Checkpoint(path, identify(path, path.stat().st_mtime_ns))
+            return open_intact(path, path.stat().st_mtime_ns)
+        except (OSError, MemoryError) as error:  # a run that went on without it would delete it
+            raise UserError(f"{path}: cannot be read now: {first_line(error)}") from error
         except Exception as error:  # zipfile raises many types for damaged files
             if not quiet:
                 print(f"warning: {path} is damaged: {first_line(error)}", file=sys.stderr)
@@ -364,13 +383,14 @@ def find(run: str | Path, quiet: bool = False) -> Checkpoint:
 
 
 @functools.cache  # it reads the whole file, and a table looks up each run several times
-def identify(path: Path, modified_ns: int) -> dict[str, Any]:
-    """The step and sha256 of a checkpoint. Raises an exception of many types if it is damaged."""
+def open_intact(path: Path, modified_ns: int) -> Checkpoint:
+    """The checkpoint in a file. Raises an exception of many types if the file is damaged."""
     with zipfile.ZipFile(path) as archive:
         damaged_entry = archive.testzip()
     if damaged_entry is not None:
         raise UserError(f"the checksum of {damaged_entry} in it is wrong")
-    return {"step": load(path).step, "sha256": sha256_of(path)}
+    load(path)  # raises if it is no checkpoint
+    return Checkpoint(path)
 
 
 def load(path: Path) -> State:
@@ -384,8 +404,8 @@ def load(path: Path) -> State:
 def load_to_resume(run: Path, config: Config) -> State:
     """Load the latest checkpoint of a run that this config continues.
 
-    Raises UserError if a setting changed that must not change on resume, and if a new max_iters
-    would change past learning rates and no schedule is given.
+    Raises UserError if a setting or the formulas changed that must not change on resume, and if a
+    new max_iters would change past learning rates and no schedule is given.
     """
     path = find(run, quiet=rank() > 0).path
     state = load(path)
@@ -398,6 +418,12 @@ def load_to_resume(run: Path, config: Config) -> State:
                 f"{now.get(key)!r}; a new run from its weights, if they fit: train.py "
                 f"{run} --{key}={now.get(key)} --init_from={run} --out_dir=NEW"
             )
+    edited = formulas_difference(run, config)
+    if edited is not None:
+        raise UserError(
+            f"{run} was trained with {edited}: resume it with the commit that its environment.json "
+            f"names, or start a new run from its weights: --init_from={run} --out_dir=NEW"
+        )
     if config.max_iters < state.step:
         raise UserError(f"{run} has {state.step} steps: max_iters = {config.max_iters} is fewer")
     check_rate(run, config, state)

@@ -1,4 +1,6 @@
-"""The micro-batch size that fits a GPU, from an estimate of the memory that training needs."""
+"""The micro-batch size that fits the device, from an estimate of the memory that training needs."""
+
+import os
 
 import torch
 import torch.nn as nn
@@ -24,10 +26,10 @@ USABLE = 0.88
 def fitting_batch_size(config: Config, world_size: int, device: torch.device) -> int:
     """Return the sequences per micro-batch: a divisor of a process's share of a step.
 
-    It is the largest within batch_size or, if batch_size is 0, within what fits the GPU. Raises
+    It is the largest within batch_size or, if batch_size is 0, within what fits the device. Raises
     UserError as micro_batch_size does.
     """
-    if config.batch_size or device.type != "cuda":
+    if config.batch_size:
         return micro_batch_size(config, world_size)
     with torch.device("meta"):
         model = build_model(config)
@@ -35,7 +37,7 @@ def fitting_batch_size(config: Config, world_size: int, device: torch.device) ->
     varied_lengths = TASKS[config.task].varied_lengths
     if not pick_compile(config.compile, device, slow=varied_lengths):
         scale *= EAGER
-    usable = USABLE * torch.cuda.get_device_properties(device).total_memory
+    usable = USABLE * memory_of(device, world_size)
     weight_bytes, loss_bytes, token_bytes = estimate(model)
     if world_size > 1:
         weight_bytes *= (WEIGHT_BYTES + BUCKET_BYTES) / WEIGHT_BYTES
@@ -43,6 +45,13 @@ def fitting_batch_size(config: Config, world_size: int, device: torch.device) ->
     fitting = int(free / (scale * token_bytes * config.block_size))
     at_most = max(1, min(LARGEST_BATCH, fitting))
     return micro_batch_size(config.replace(batch_size=at_most), world_size)
+
+
+def memory_of(device: torch.device, world_size: int) -> float:
+    """Return the bytes of memory of a GPU or, elsewhere, a process's share of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world_size
 
 
 def estimate(model: GPT) -> tuple[float, float, float]:

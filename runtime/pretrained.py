@@ -1,7 +1,7 @@
 """A GPT-2 as the initial weights of a run: --init_from=hf:gpt2, hf:FOLDER or nanogpt:ckpt.pt."""
 
 import hashlib
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,32 +9,25 @@ from torch import Tensor
 
 from errors import UserError, first_line
 from model import GPT
-from runtime.checkpoint import (
-    Checkpoint,
-    State,
-    copy_weights,
-    find,
-    load,
-    load_weights,
-    settings_of,
-)
+from runtime.checkpoint import State, copy_weights, find, load, load_weights, settings_of
 from runtime.hf_config import PRETRAINED, pretrained_settings
 from runtime.nanogpt import NANOGPT, rename_weight
 
 
-def load_initial(model: GPT, source: str) -> Checkpoint:
+def load_initial(model: GPT, source: str) -> dict[str, Any]:
     """Copy the weights of a run, or of a Hugging Face or nanoGPT GPT-2, into the model.
 
-    Raises UserError if they cannot be loaded or do not fit.
+    Returns what identifies them: a step and a sha256. Raises UserError if they cannot be loaded or
+    do not fit.
     """
     if source.startswith(PRETRAINED):
         return load_gpt2(model, source)
     if source.startswith(NANOGPT):
         return load_nanogpt(model, source)
-    return load_weights(model, source)
+    return load_weights(model, source).id
 
 
-def load_gpt2(model: GPT, source: str) -> Checkpoint:
+def load_gpt2(model: GPT, source: str) -> dict[str, Any]:
     """Copy the weights of a GPT2LMHeadModel into the model, whatever its attention variant.
 
     A model of fewer positions takes the first. The attention's scalars, such as SSMax's s, keep
@@ -61,16 +54,16 @@ def load_gpt2(model: GPT, source: str) -> Checkpoint:
     digest = hashlib.sha256()
     for key in sorted(weights):
         digest.update(weights[key].contiguous().view(torch.uint8).numpy().tobytes())
-    return Checkpoint(Path(source), {"step": 0, "sha256": digest.hexdigest()})
+    return {"step": 0, "sha256": digest.hexdigest()}
 
 
-def load_nanogpt(model: GPT, source: str) -> Checkpoint:
+def load_nanogpt(model: GPT, source: str) -> dict[str, Any]:
     """Copy the weights of nanoGPT's ckpt.pt into the model, as `load_gpt2`."""
     checkpoint = find(source.removeprefix(NANOGPT))
     state = load(checkpoint.path)
     state.model = resize_to_model(state.model, model)
     copy_weights(model, state, source)
-    return checkpoint
+    return checkpoint.id
 
 
 def resize_to_model(weights: dict[str, Tensor], model: GPT) -> dict[str, Tensor]:

@@ -24,9 +24,10 @@ from data.tokenizer import MERGES_FILE, byte_symbols, copy_tokenizer, get_tokeni
 from data.vocabulary import BUILT_IN, END_OF_TEXT
 from errors import UserError, command
 from runtime.checkpoint import settings_of
+from runtime.describe import windows_by_layer
 from runtime.device import environment
 from runtime.files import check_writable
-from runtime.log import read_metrics, windows_by_layer
+from runtime.log import read_metrics
 from runtime.run_folder import read_config
 from scripts.common.command_line import RUN, option, parse, require
 from scripts.common.options import Options

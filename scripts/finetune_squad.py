@@ -144,7 +144,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
         training.restore(state, config)
 
     # ---- loop ----
-    checkpoint.write_run_metadata(out, config, kernels, training.resumed_at, training.changes)
+    checkpoint.write_run_metadata(out, config, kernels, training)
     write_json(out / "squad.json", data)
     say(
         f"{config.label}: {len(examples):,} examples "

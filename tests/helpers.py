@@ -111,8 +111,8 @@ def set_meta(tokenizer: str, **more) -> dict:
 def saved_run(folder: Path, model: GPT) -> Path:
     """A run's folder as train.py leaves it, for an untrained model."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_run_metadata(folder, model.config, {}, None, {})
     training = Training(model, torch.float32, [], torch.amp.GradScaler("cpu"), step=7)
+    write_run_metadata(folder, model.config, {}, training)
     with closing(Saver(folder, model.config, None)) as saver:
         saver.save("step", training.state(model.config))
         saver.wait()

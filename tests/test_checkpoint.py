@@ -1,9 +1,11 @@
 """A run's folder: which checkpoints stay, damage, the order of writes, and what is refused."""
 
+import errno
 import json
 import os
 import shutil
 import threading
+from concurrent.futures import wait
 from contextlib import closing, contextmanager
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from config import Config
 from errors import UserError
-from runtime import checkpoint, run_folder
+from runtime import checkpoint, files, run_folder
 from tests.runs import metrics, saved
 
 
@@ -181,6 +183,57 @@ def test_checkpoints_are_written_beside_the_training_in_order(tmp_path, monkeypa
     assert torch.equal(first.model["w"], torch.zeros(3))
     second = checkpoint.load(tmp_path / "step_000002.pt")
     assert torch.equal(second.model["w"], torch.ones(3))
+
+
+def test_a_failed_write_costs_one_checkpoint(tmp_path, monkeypatch, capsys):
+    """The disk is full for a while, then for good."""
+    full = True
+    real = checkpoint.atomic_write
+
+    @contextmanager
+    def write(path):
+        with files.writing(path):
+            if full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        with real(path) as file:
+            yield file
+
+    monkeypatch.setattr(checkpoint, "atomic_write", write)
+
+    def state(step):
+        return checkpoint.State(model={}, step=step, config={})
+
+    with closing(checkpoint.Saver(tmp_path, Config(), None)) as saver:
+        saver.save("step", state(1))
+        wait([saver.pending])
+        full = False
+        saver.save("step", state(2))
+        assert "step_000001.pt: cannot be written: No space" in capsys.readouterr().err
+        saver.wait()
+        assert checkpoint_names(tmp_path) == ["step_000002.pt"]
+        full = True
+        saver.save("step", state(3))
+        saver.save("step", state(4))
+        with pytest.raises(UserError, match=r"step_000004.pt: cannot be written"):
+            saver.save("step", state(5))
+    assert checkpoint_names(tmp_path) == ["step_000002.pt"]
+
+
+def test_a_checkpoint_that_cannot_be_read_for_a_while_is_not_taken_for_damaged(
+    train, monkeypatch, refused
+):
+    """A run that went on from the one before it would delete it."""
+    folder = train("run")
+    before = checkpoint_names(folder)
+
+    def fail(archive):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint.zipfile.ZipFile, "testzip", fail)
+    checkpoint.open_intact.cache_clear()
+    says = "step_000006.pt: cannot be read now: [Errno 5] Input/output"
+    refused(train, "run", "--resume", "--max_iters=7", says=says)
+    assert checkpoint_names(folder) == before
 
 
 COSINE = ("--schedule=cosine", "--warmup_iters=1")

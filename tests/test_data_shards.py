@@ -71,6 +71,15 @@ def test_lists_each_split_in_order_and_misses_none(tmp_path):
         shards.list_shards(tmp_path, "val")
 
 
+def test_the_name_of_a_set_does_not_decide_its_split(tmp_path):
+    training = tmp_path / "my_val_set_train_000001.bin"
+    validation = tmp_path / "my_val_set_val_000000.bin"
+    write(training, 1)
+    write(validation, 1)
+    assert shards.list_shards(tmp_path, "val") == [validation]
+    assert shards.list_shards(tmp_path, "train") == [training]
+
+
 # ---- what tells shards apart ----
 
 

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn as nn
 
 from config import Config
 from errors import UserError
 from runtime import checkpoint, device
+from runtime.checkpoint import Training
 from tests.helpers import SMALL
 
 
@@ -255,10 +257,18 @@ def test_a_repository_of_another_user(repository, monkeypatch):
     assert device.environment()["modified"] is None
 
 
+def started(run, resumed_at):
+    """Record that a run starts, or is resumed at a step."""
+    scaler = torch.amp.GradScaler("cpu")
+    training = Training(nn.Module(), torch.float32, [], scaler, resumed_at=resumed_at)
+    config = Config(resume=resumed_at is not None)
+    checkpoint.write_run_metadata(run, config, {}, training)
+
+
 def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    checkpoint.write_run_metadata(run, Config(), {}, None, {})
+    started(run, None)
     assert not device.environment()["modified"]
     assert not (run / "uncommitted.patch").exists()
     (repository / "notes.txt").write_text("not tracked, and no code")
@@ -268,18 +278,24 @@ def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     changed = b"one\nthree\xff\n"  # a diff is bytes, whatever a file holds
     (repository / "model.py").write_bytes(changed)
     (repository / "mine.py").write_text("attention = 'mine'\n")
-    checkpoint.write_run_metadata(run, Config(), {}, None, {})
+    started(run, None)
     saved = json.loads((run / "environment.json").read_text())
     assert saved["modified"]
     assert saved["commit"] == device.environment()["commit"]
-    checkpoint.write_run_metadata(run, Config(resume=True), {}, 200, {})
+    started(run, 200)
     patch = (run / "uncommitted.patch").read_bytes()
     assert (run / "uncommitted_000200.patch").read_bytes() == patch
     (repository / "mine.py").unlink()
     git(repository, "checkout", "model.py")
     # a start without changes does not hide those of an earlier one
-    checkpoint.write_run_metadata(run, Config(resume=True), {}, 400, {})
-    assert json.loads((run / "environment.json").read_text())["modified"]
+    git(repository, "commit", "--allow-empty", "-m", "later")
+    started(run, 400)
+    resumed = json.loads((run / "environment.json").read_text())
+    assert resumed["modified"]
+    starts = [(start["step"], start["commit"], start["modified"]) for start in resumed["starts"]]
+    first = saved["commit"]
+    assert starts == [(0, first, True), (200, first, True), (400, resumed["commit"], False)]
+    assert resumed["commit"] != first
     assert not (run / "uncommitted_000400.patch").exists()
     git(repository, "apply", run / "uncommitted.patch")
     assert (repository / "model.py").read_bytes() == changed

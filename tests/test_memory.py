@@ -1,5 +1,6 @@
 """The micro-batch that fits a GPU's memory."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -74,5 +75,14 @@ def test_the_micro_batch_is_the_largest_divisor_that_fits(gpu, gigabytes, settin
     assert fitting_batch_size(config, 16, CUDA) == min(fitting, 512 // 16)
 
 
-def test_without_a_gpu_it_is_the_largest_divisor():
-    assert fitting_batch_size(config_of("softmax.py"), 8, torch.device("cpu")) == 64
+@pytest.mark.parametrize(
+    "gigabytes, processes, fitting",
+    [(8, 1, 1), (24, 1, 8), (24, 2, 2), (512, 8, 32), (2048, 8, 64)],
+)
+def test_without_a_gpu_processes_share_the_memory_of_the_machine(
+    monkeypatch, gigabytes, processes, fitting
+):
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gigabytes * 2**30 // 4096}
+    monkeypatch.setattr(os, "sysconf", pages.get)
+    config = config_of("softmax.py")
+    assert fitting_batch_size(config, processes, torch.device("cpu")) == fitting

@@ -116,7 +116,7 @@ def test_a_run_starts_from_its_weights_and_sizes(tmp_path, words_file):
         model, initial = load(path, *settings)
         torch.testing.assert_close(model(tokens), expected, rtol=1e-9, atol=1e-9)
     assert model.config.block_size == 8
-    assert initial.id["step"] == 250
+    assert initial["step"] == 250
 
     # of characters: end-of-text is another id, which its text does not have
     characters = gpt(128)

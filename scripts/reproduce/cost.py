@@ -9,8 +9,8 @@ import torch
 from config import Config
 from data.tasks import TASKS
 from layers.build import build_model
+from runtime.describe import describe_warm_up
 from runtime.device import PEAK_FLOPS, open_device
-from runtime.log import describe_warm_up
 from runtime.memory import fitting_batch_size
 from scripts.benchmark import prepare, timed_step
 from scripts.common.tables import print_table
