@@ -404,8 +404,8 @@ class Monitor:
         self.log_pending()
         config = self.config
         training = self.training
-        windows = loader.validation_windows(config.val_tokens)
-        batches_of_rank = math.ceil(windows / (world_size() * config.batch_size))
+        sequences = loader.validation_sequences(config.val_tokens)
+        batches_of_rank = math.ceil(sequences / (world_size() * config.batch_size))
         batches = self.log.progress(
             loader.validation_batches(config.val_tokens, config.batch_size),
             f"validation of step {training.step}",

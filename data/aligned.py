@@ -1,10 +1,10 @@
-"""Training windows that begin at a document, packed by best fit as in nanochat.
+"""Training sequences that begin at a document, packed by best fit as in nanochat.
 
-A window has T + 1 tokens. It is filled with the longest document that fits, repeatedly; when none
+A sequence has T + 1 tokens. It is filled with the longest document that fits, repeatedly; when none
 fits, the shortest document is cropped to fill the rest. nanochat chooses from a buffer, whose
-content depends on earlier batches. This code chooses from all documents of a shard: the windows
-depend only on the shard and are shuffled like TokenLoader's windows, so that batches remain a pure
-function of (seed, step). Every epoch crops the same tokens.
+content depends on earlier batches. This code chooses from all documents of a shard: the sequences
+depend only on the shard and are shuffled like TokenLoader's sequences, so that batches remain a
+pure function of (seed, step). Every epoch crops the same tokens.
 """
 
 from bisect import bisect_right
@@ -19,7 +19,7 @@ from errors import UserError
 
 
 class AlignedLoader(TokenLoader):
-    """TokenLoader's validation batches, and training windows that begin with end-of-text.
+    """TokenLoader's validation batches, and training sequences that begin with end-of-text.
 
     Raises UserError as TokenLoader does, and if a training shard has no end-of-text. Each start
     reads the training shards once.
@@ -35,7 +35,7 @@ class AlignedLoader(TokenLoader):
         self.end_of_text = end_of_text
         super().__init__(data_dir, batching, vocab_size)
 
-    def _count_windows(self, shards: list[Shard], batching: Batching) -> list[int]:
+    def _count_sequences(self, shards: list[Shard], batching: Batching) -> list[int]:
         size = batching.block_size + 1
         counts = []
         spans = []
@@ -50,28 +50,28 @@ class AlignedLoader(TokenLoader):
             documents, lengths = best_fit(np.diff(starts, append=tokens), size)
             counts.append(lengths.sum() // size)
             spans.append(np.stack((starts[documents], lengths), axis=1).astype(np.int32))
-        # start and length of the documents of every window, one window after another
+        # start and length of the documents of every sequence, one sequence after another
         self.spans = np.concatenate(spans)
         ends = np.cumsum(self.spans[:, 1], dtype=np.int64)
-        # index of each window's first span, then the number of spans
+        # index of each sequence's first span, then the number of spans
         self.first_span = np.append(0, np.flatnonzero(ends % size == 0) + 1)
         self.cropped = 1 - self.spans[:, 1].sum() / self.tokens
         return counts
 
-    def _spans(self, window: Ints) -> Ints:
+    def _spans(self, sequence: Ints) -> Ints:
         spans = []
-        for index, shard in zip(window, self._shard(window), strict=True):
+        for index, shard in zip(sequence, self._shard(sequence), strict=True):
             documents = self.spans[self.first_span[index] : self.first_span[index + 1]]
             spans.append(np.insert(documents, 0, shard, axis=1))
         return np.concatenate(spans, dtype=np.int64)
 
 
 def best_fit(lengths: Ints, size: int) -> tuple[Ints, Ints]:
-    """Pack documents of these lengths [n] into whole windows of `size` tokens.
+    """Pack documents of these lengths [n] into whole sequences of `size` tokens.
 
-    Returns the documents [k] of all windows, one window after another, and how many tokens of each
-    are kept [k]. Of equal documents the first is taken first; a window that the last documents do
-    not fill is left out.
+    Returns the documents [k] of all sequences, one sequence after another, and how many tokens of
+    each are kept [k]. Of equal documents the first is taken first; a sequence that the last
+    documents do not fill is left out.
     """
     order = np.argsort(lengths, kind="stable")
     # longer documents fit nowhere: the shortest of them is cropped first
@@ -83,7 +83,7 @@ def best_fit(lengths: Ints, size: int) -> tuple[Ints, Ints]:
     documents = []
     kept = []
     space = size
-    whole = 0  # documents in whole windows
+    whole = 0  # documents in whole sequences
     while available:
         i = max(bisect_right(available, space) - 1, 0)  # the longest that fits, or the shortest
         length = available[i]

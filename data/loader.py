@@ -1,10 +1,10 @@
 """Batches of tokens as a pure function of (seed, step), the same for any number of processes.
 
-With block size T, window w of a shard is its tokens w T to w T + T inclusive: T inputs and, shifted
-by one, T targets. With B sequences a step and n whole windows in all shards, sequence i of step s
-has the index g = s B + i: epoch g // n visits each window once, in a new order. No state is
-carried between steps, so resuming needs only the step, and each rank takes its slice of the same
-global batch.
+With block size T, sequence w of a shard is its tokens w T to w T + T inclusive: T inputs and,
+shifted by one, T targets. All shards together have n whole sequences, and a step takes B.
+Sequence g = s B + i of the run, number i of step s, belongs to epoch g // n, which visits each
+sequence once, in a new order. No state is carried between steps, so resuming needs only the step,
+and each rank takes its slice of the same global batch.
 """
 
 from abc import ABC, abstractmethod
@@ -36,8 +36,8 @@ from data.shards import (
 from errors import UserError
 
 FEISTEL_ROUNDS = 8
-# Training windows sampled to count documents: 2 MB at 1,024 tokens.
-SAMPLED_WINDOWS = 1024
+# Training sequences sampled to count documents: 2 MB at 1,024 tokens.
+SAMPLED_SEQUENCES = 1024
 
 Ints = NDArray[np.int64]
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -57,15 +57,15 @@ class Batching:
 
 
 class Documents(NamedTuple):
-    """Statistics of the training windows, for attention within documents."""
+    """Statistics of the training sequences, for attention within documents."""
 
-    per_window: float  # mean number of documents, including those that are cut off
+    per_sequence: float  # mean number of documents, including those that are cut off
     n_quartiles: list[int]  # of n, the number of keys that a row sees within its document
     shards_without: list[str]  # training and validation shards in which no document begins
 
 
 class Loader(ABC):
-    """Shuffled training batches, and validation batches; an epoch has `n_windows` sequences.
+    """Shuffled training batches, and validation batches; an epoch has `n_sequences` sequences.
 
     Raises UserError if an epoch has fewer sequences than one batch takes.
     """
@@ -76,8 +76,8 @@ class Loader(ABC):
     documents: Documents | None = None  # with document_mask
     cropped: float = 0.0  # share of an epoch's tokens that align_documents leaves out
 
-    def __init__(self, n_windows: int, batching: Batching) -> None:
-        if n_windows < batching.sequences_per_step:
+    def __init__(self, n_sequences: int, batching: Batching) -> None:
+        if n_sequences < batching.sequences_per_step:
             tokens = f"{self.tokens} tokens"
             tokens_per_step = batching.sequences_per_step * batching.block_size
             needed = f"at least {tokens_per_step + 1} tokens are needed"
@@ -85,10 +85,11 @@ class Loader(ABC):
                 tokens += f", of which align_documents crops {self.cropped:.1%},"
                 needed = "more documents are needed"
             raise UserError(
-                f"{self.source}: {tokens} give {n_windows} windows of {batching.block_size} tokens "
-                f"and a target, fewer than one batch ({batching.sequences_per_step}); {needed}"
+                f"{self.source}: {tokens} give {n_sequences} sequences of {batching.block_size} "
+                "tokens and a target, fewer than one batch "
+                f"({batching.sequences_per_step}); {needed}"
             )
-        self.n_windows = n_windows
+        self.n_sequences = n_sequences
         self.batching = batching
         self.device = batching.device
         self._reader = ThreadPoolExecutor(1)
@@ -104,23 +105,23 @@ class Loader(ABC):
         self._ahead = {step + 1: self._reader.submit(self.read, step + 1)}
         return copy_to(self.device, *batch.result())
 
-    def validation_windows(self, max_tokens: int) -> int:
-        """Count the whole windows in the first `max_tokens` validation tokens, or in all."""
+    def validation_sequences(self, max_tokens: int) -> int:
+        """Count the whole sequences in the first `max_tokens` validation tokens, or in all."""
         return min(self.val_tokens, max_tokens) // self.batching.block_size
 
     def validation_batches(self, max_tokens: int, batch_size: int) -> Batches:
-        """This rank's share of these windows: x, y, int64 [<= batch_size, T, ...].
+        """This rank's share of the validation sequences: x, y, int64 [<= batch_size, T, ...].
 
-        A rank's share is the windows rank, rank + world_size, ..., so the sum over all ranks is the
-        same for any number of them. Only the last batch may be smaller. Raises UserError, before
-        the first batch, if there is no whole window, or a token is outside the vocabulary.
+        A rank's share is the sequences rank, rank + world_size, ..., so the sum over all ranks is
+        the same for any number of them. Only the last batch may be smaller. Raises UserError,
+        before the first batch, if there is no whole sequence, or a token is outside the vocabulary.
         """
-        count = self.validation_windows(max_tokens)
+        count = self.validation_sequences(max_tokens)
         if count < 1:
             tokens = min(self.val_tokens, max_tokens)
             raise UserError(
                 f"{self.source}: val_tokens = {max_tokens} leaves {tokens} tokens with a target, "
-                f"less than one window of {self.batching.block_size}"
+                f"less than one sequence of {self.batching.block_size}"
             )
         read = self.open_validation(max_tokens)
         share = np.arange(self.batching.rank, count, self.batching.world_size)
@@ -129,7 +130,7 @@ class Loader(ABC):
 
     @abstractmethod
     def open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
-        """Return a function from indices of validation windows to x and y in host memory."""
+        """Return a function from indices of validation sequences to x and y in host memory."""
 
     @abstractmethod
     def identity(self) -> Identity:
@@ -139,11 +140,11 @@ class Loader(ABC):
     def read(self, step: int) -> Batch:
         """Return x and y of a step, in host memory."""
 
-    def _windows(self, step: int) -> Ints:
-        """The indices of the windows that are this rank's sequences of a step: [b]."""
+    def _sequences(self, step: int) -> Ints:
+        """The indices of this rank's sequences of a step: [b]."""
         count = self.batching.sequences_per_step // self.batching.world_size
         begin = step * self.batching.sequences_per_step + self.batching.rank * count
-        return epoch_order(begin, count, self.n_windows, self.batching.seed)
+        return epoch_order(begin, count, self.n_sequences, self.batching.seed)
 
 
 class TokenLoader(Loader):
@@ -160,23 +161,23 @@ class TokenLoader(Loader):
         shards = open_shards(list_shards(data_dir, "train"))
         self._files = [file for file, _ in shards]
         self.tokens = sum(tokens for _, tokens in shards)
-        # index of each shard's first window, then the total number of windows
-        self.first_window = np.cumsum([0, *self._count_windows(shards, batching)])
+        # index of each shard's first sequence, then the total number of sequences
+        self.first_sequence = np.cumsum([0, *self._count_sequences(shards, batching)])
         val_shards = open_shards(list_shards(data_dir, "val"))
         self.val_tokens = sum(tokens for _, tokens in val_shards) - 1
-        super().__init__(int(self.first_window[-1]), batching)
+        super().__init__(int(self.first_sequence[-1]), batching)
 
     def open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
         T = self.batching.block_size
         tokens = validation_tokens(self.data_dir, max_tokens, self.vocab_size)
-        windows = sliding_window_view(tokens, T + 1)[::T]
-        return lambda index: inputs_and_targets(windows[index])
+        sequences = sliding_window_view(tokens, T + 1)[::T]
+        return lambda index: inputs_and_targets(sequences[index])
 
     def identity(self) -> Identity:
         return identity_of(self.data_dir)
 
     def measure_documents(self, end_of_text: int) -> Documents:
-        """Count the documents of up to SAMPLED_WINDOWS training windows, evenly spread.
+        """Count the documents of up to SAMPLED_SEQUENCES training sequences, evenly spread.
 
         Raises UserError if no document begins in any training shard.
         """
@@ -190,10 +191,10 @@ class TokenLoader(Loader):
                     f"end-of-text token (id {end_of_text}), with which documents begin"
                 )
             without += missing
-        count = min(self.n_windows, SAMPLED_WINDOWS)
-        sample = np.linspace(0, self.n_windows - 1, count, dtype=np.int64)
+        count = min(self.n_sequences, SAMPLED_SEQUENCES)
+        sample = np.linspace(0, self.n_sequences - 1, count, dtype=np.int64)
         T = self.batching.block_size
-        tokens = self._read_windows(sample)[:, :T]
+        tokens = self._read_sequences(sample)[:, :T]
         is_start = tokens == end_of_text
         is_start[:, 0] = True
         token = np.arange(T)
@@ -201,28 +202,28 @@ class TokenLoader(Loader):
         quartiles = np.quantile(n, (0.25, 0.5, 0.75)).round().astype(int).tolist()
         return Documents(is_start.sum() / count, quartiles, without)
 
-    def _count_windows(self, shards: list[Shard], batching: Batching) -> list[int]:
-        """How many windows each shard has."""
+    def _count_sequences(self, shards: list[Shard], batching: Batching) -> list[int]:
+        """How many sequences each shard has."""
         return [(tokens - 1) // batching.block_size for _, tokens in shards]
 
-    def _shard(self, window: Ints) -> Ints:
-        """The index of the shard of each of these windows."""
-        return np.searchsorted(self.first_window, window, side="right") - 1
+    def _shard(self, sequence: Ints) -> Ints:
+        """The index of the shard of each of these sequences."""
+        return np.searchsorted(self.first_sequence, sequence, side="right") - 1
 
-    def _spans(self, window: Ints) -> Ints:
-        """The spans that these windows are made of, [n, 3]: shard, first token, length."""
+    def _spans(self, sequence: Ints) -> Ints:
+        """The spans that these sequences are made of, [n, 3]: shard, first token, length."""
         T = self.batching.block_size
-        shard = self._shard(window)
-        start = (window - self.first_window[shard]) * T
+        shard = self._shard(sequence)
+        start = (sequence - self.first_sequence[shard]) * T
         return np.stack((shard, start, np.full_like(start, T + 1)), axis=1)
 
-    def _read_windows(self, window: Ints) -> Tokens:
-        """The tokens of these windows, [b, T + 1]."""
-        tokens = read_spans(self._files, self._spans(window), self.vocab_size)
-        return tokens.reshape(len(window), -1)
+    def _read_sequences(self, sequence: Ints) -> Tokens:
+        """The tokens of these sequences, [b, T + 1]."""
+        tokens = read_spans(self._files, self._spans(sequence), self.vocab_size)
+        return tokens.reshape(len(sequence), -1)
 
     def read(self, step: int) -> Batch:
-        return inputs_and_targets(self._read_windows(self._windows(step)))
+        return inputs_and_targets(self._read_sequences(self._sequences(step)))
 
 
 def epoch_order(begin: int, count: int, n: int, seed: int) -> Ints:
@@ -291,9 +292,9 @@ def copy_to(device: torch.device, x: Tensor, y: Tensor) -> Batch:
     )
 
 
-def inputs_and_targets(windows: Tokens) -> Batch:
-    """Split windows [b, T + 1, ...] into x, y: int64 [b, T, ...]."""
-    tokens = torch.from_numpy(windows.astype(np.int64))
+def inputs_and_targets(sequences: Tokens) -> Batch:
+    """Split sequences [b, T + 1, ...] into x, y: int64 [b, T, ...]."""
+    tokens = torch.from_numpy(sequences.astype(np.int64))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 

@@ -156,7 +156,7 @@ class OrbitLoader(SimulatedLoader):
         super().__init__(systems, batching)
 
     def identity(self) -> Identity:
-        return {"orbits": f"{self.source}, {self.n_windows} systems, {self.bins} bins"}
+        return {"orbits": f"{self.source}, {self.n_sequences} systems, {self.bins} bins"}
 
     def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
         systems = [draw(split, int(index), self.planets) for index in indices]

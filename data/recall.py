@@ -164,7 +164,7 @@ class RecallLoader(SimulatedLoader):
         rng = np.random.default_rng([self.batching.seed, step])
         if rng.random() >= 0.5:
             length = int(rng.integers(length // 4, length + 1))
-        indices = self._windows(step)
+        indices = self._sequences(step)
         return self._simulate(TRAINING, indices, length)
 
     def _simulate(self, split: int, indices: Ints, length: int) -> Batch:

@@ -36,5 +36,5 @@ class SimulatedLoader(Loader):
         """Return x and y of these sequences of a split, in host memory."""
 
     def read(self, step: int) -> Batch:
-        indices = self._windows(step)
+        indices = self._sequences(step)
         return self._simulate(TRAINING, indices, self.batching.block_size)

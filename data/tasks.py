@@ -89,8 +89,8 @@ def open_text_and_recall(config: Config, batching: Batching) -> "AlternatingLoad
 class AlternatingLoader(Loader):
     """Text in even steps, recall in odd steps; validation is on text alone.
 
-    Step 2 n is step n of text, and step 2 n + 1 is step n of recall. An epoch visits each window of
-    text once, and as many sequences of recall.
+    Step 2 n is step n of text, and step 2 n + 1 is step n of recall. An epoch visits each sequence
+    of text once, and as many sequences of recall.
     """
 
     def __init__(self, text: TokenLoader, recall: RecallLoader) -> None:
@@ -101,7 +101,7 @@ class AlternatingLoader(Loader):
         self.val_tokens = text.val_tokens
         self.documents = text.documents
         self.cropped = text.cropped
-        super().__init__(2 * text.n_windows, text.batching)
+        super().__init__(2 * text.n_sequences, text.batching)
 
     def open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
         return self.text.open_validation(max_tokens)

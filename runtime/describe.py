@@ -90,7 +90,7 @@ def describe_documents(documents: Documents, has_windows: bool) -> list[str]:
     low, median, high = documents.n_quartiles
     limit = ", where no attention window limits it" if has_windows else ""
     lines = [
-        f"a training sequence has {documents.per_window:.1f} documents on average; n, the keys "
+        f"a training sequence has {documents.per_sequence:.1f} documents on average; n, the keys "
         f"that a row sees in its document, has quartiles {low:,}, {median:,} and {high:,}{limit}"
     ]
     for name in documents.shards_without:
@@ -112,9 +112,9 @@ def windows_by_layer(model: GPT) -> list[str]:
 def describe_data(config: Config, loader: Loader | None, run_tokens: int) -> str:
     if loader is None:
         return f"{config.data_dir} does not exist yet; create it with data.fineweb or data.text"
-    val_tokens = loader.validation_windows(config.val_tokens) * config.block_size
+    val_tokens = loader.validation_sequences(config.val_tokens) * config.block_size
     text = f"{loader.source}: {loader.tokens:,} tokens, {val_tokens:,} for validation"
-    epochs = run_tokens / (loader.n_windows * config.block_size)
+    epochs = run_tokens / (loader.n_sequences * config.block_size)
     if epochs > MANY_EPOCHS:
         text += f"; the run goes through them {epochs:,.0f} times"
     return text

@@ -113,7 +113,7 @@ def test_best_fit_is_the_best_fit_by_hand(size):
 def test_an_epoch_has_each_window_once(data_dir):
     windows = sorted(expected_windows())
     loader = open_aligned(data_dir, 4, seed=0)
-    n = loader.n_windows
+    n = loader.n_sequences
     assert n == 13
     assert len(windows) == 13
     tokens = joined(loader.batch(step) for step in range(n))
@@ -132,7 +132,7 @@ def test_used_and_cropped_tokens_are_all_tokens(data_dir):
     loader = open_aligned(data_dir, 4, seed=0)
     in_documents = sum(sum(lengths) for lengths in LENGTHS)
     assert loader.tokens == in_documents + sum(LEADING)
-    used = loader.n_windows * (T + 1)
+    used = loader.n_sequences * (T + 1)
     cropped = loader.cropped * loader.tokens
     assert used + cropped == pytest.approx(loader.tokens)
 
@@ -150,13 +150,13 @@ def test_documents_are_counted_in_aligned_windows(data_dir):
     windows = np.array(expected_windows())[:, :T]
     documents = (windows == END).sum()
     measured = open_aligned(data_dir, 4, seed=0).measure_documents(END)
-    assert measured.per_window == pytest.approx(documents / len(windows))
+    assert measured.per_sequence == pytest.approx(documents / len(windows))
     assert measured.shards_without == ["x_val_000000.bin"]
 
 
 def test_what_cannot_be_aligned_is_refused(data_dir):
     open_aligned(data_dir, 13, seed=0)
-    cropped = r"\d+ tokens, of which align_documents crops \d+\.\d%, give 13 windows of 8 tokens"
+    cropped = r"\d+ tokens, of which align_documents crops \d+\.\d%, give 13 sequences of 8 tokens"
     with pytest.raises(UserError, match=rf"{cropped} .* batch \(14\); more documents are needed"):
         open_aligned(data_dir, 14, seed=0)
     path = data_dir / "x_train_000002.bin"

@@ -1,4 +1,4 @@
-"""Batches: each window once an epoch, the same for any number of processes, steps in any order."""
+"""Batches: each sequence once an epoch, for any number of processes, steps in any order."""
 
 import os
 import resource
@@ -13,13 +13,13 @@ from data.loader import Batching, TokenLoader, shuffled, validation_tokens
 from errors import UserError
 
 T = 8
-# of the first and the third shard; the second has no whole window
+# of the first and the third shard; the second has no whole sequence
 WINDOW_STARTS = [*range(0, 96, T), *range(109, 109 + 56, T)]
 
 
 @pytest.fixture
 def data_dir(tmp_path):
-    """Three training shards of 101, 8 and 57 tokens, numbered through: 12 + 0 + 7 windows."""
+    """Three training shards of 101, 8 and 57 tokens, numbered through: 12 + 0 + 7 sequences."""
     numbered = np.arange(166, dtype=np.uint16)
     shards.write_shard(tmp_path / "x_train_000001.bin", numbered[:101])
     shards.write_shard(tmp_path / "x_train_000002.bin", numbered[101:109])
@@ -74,9 +74,9 @@ def test_shuffled_is_fixed_for_ever():
     assert first.tolist() == [362, 898, 857, 331, 276]
 
 
-def test_every_window_once_an_epoch_in_an_order_of_its_own(data_dir):
+def test_every_sequence_once_an_epoch_in_an_order_of_its_own(data_dir):
     loader = open_loader(data_dir, 4, seed=0)
-    assert loader.n_windows == 19
+    assert loader.n_sequences == 19
     assert loader.tokens == 166
     # 19 batches of 4 are 4 epochs of 19, and most epochs end inside a batch
     x, y = joined([loader.batch(step) for step in range(19)])
@@ -142,7 +142,7 @@ def test_the_next_step_is_read_ahead(data_dir):
 def test_a_token_outside_the_vocabulary_is_refused_with_its_batch(data_dir):
     whole = open_loader(data_dir, 1, seed=0)
     starts = [whole.batch(step)[0][0, 0].item() for step in range(19)]
-    bad_step = starts.index(109 + T)  # the second window of the third shard
+    bad_step = starts.index(109 + T)  # the second sequence of the third shard
     path = data_dir / "x_train_000003.bin"
     tokens = shards.read_shard(path)
     tokens[T + 3 : T + 5] = 1050
@@ -168,7 +168,7 @@ def test_a_shard_that_shrinks_is_refused(data_dir):
         loader.batch(0)
 
 
-def test_only_headers_and_windows_are_read(tmp_path, request):
+def test_only_headers_and_sequences_are_read(tmp_path, request):
     """100 billion tokens, in files that are holes: 200 GB to any loader that reads them.
 
     They are more files than a process may open at first.
@@ -199,17 +199,17 @@ def test_too_little_is_refused(data_dir):
     with pytest.raises(UserError, match=message):
         open_loader(data_dir, 20, seed=0)
     loader = TokenLoader(data_dir, Batching(64, 1, 0), 1050)
-    with pytest.raises(UserError, match=f"{data_dir}: val_tokens = 1000 leaves 49 .* window of 64"):
+    with pytest.raises(UserError, match=f"{data_dir}: val_tokens = 1000 leaves 49 .* of 64"):
         loader.validation_batches(1000, 1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_validation_is_shared_by_windows(data_dir, world_size):
+def test_validation_is_shared_by_sequences(data_dir, world_size):
     of_one_shard = validation_tokens(data_dir, 5, 1050)
     of_two_shards = validation_tokens(data_dir, 30, 1050)
     assert of_one_shard.tolist() == list(range(1000, 1006))
     assert of_two_shards.tolist() == list(range(1000, 1031))
-    whole_windows = range(1000, 1040, T)  # of 47 tokens
+    whole_sequences = range(1000, 1040, T)  # of 47 tokens
     for rank, loader in enumerate(open_ranks(data_dir, 8, world_size, seed=0)):
         batches = list(loader.validation_batches(47, 2))
         for x, _ in batches[:-1]:
@@ -218,7 +218,7 @@ def test_validation_is_shared_by_windows(data_dir, world_size):
         for x, y in batches:
             assert_numbered(x, y)
             starts += x[:, 0].tolist()
-        assert starts == list(whole_windows[rank::world_size])
+        assert starts == list(whole_sequences[rank::world_size])
     # all there are: 49 tokens have a successor
     loader = open_loader(data_dir, 8, seed=0)
     everything, _ = joined(loader.validation_batches(10**9, 4))

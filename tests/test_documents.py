@@ -320,8 +320,8 @@ def test_validation_is_within_documents_and_the_run_says_how_long_they_are(
     printed = capsys.readouterr().out
     loader = TokenLoader(documents, Batching(16, 8, 0), 257)
     measured = loader.measure_documents(END)
-    assert 3 < measured.per_window < 4
-    assert f"a training sequence has {measured.per_window:.1f} documents on average" in printed
+    assert 3 < measured.per_sequence < 4
+    assert f"a training sequence has {measured.per_sequence:.1f} documents on average" in printed
     lower, median, upper = measured.n_quartiles
     assert f"quartiles {lower}, {median} and {upper}\n" in printed
     assert "warning" not in printed
@@ -335,7 +335,7 @@ def test_documents_are_counted_in_all_windows(tmp_path):
     write_shard(tmp_path / "x_val_000000.bin", tokens[9:])
     loader = TokenLoader(tmp_path, Batching(8, 2, 0), 257)
     measured = loader.measure_documents(END)
-    assert measured.per_window == 1.5
+    assert measured.per_sequence == 1.5
     n_of_first_window = [1, 2, 3, 1, 2, 3, 4, 5]
     n_of_second_window = [1, 2, 3, 4, 5, 6, 7, 8]
     n = [*n_of_first_window, *n_of_second_window]

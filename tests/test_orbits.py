@@ -228,7 +228,7 @@ def test_batches_are_the_same_for_any_number_of_processes():
         share, _ = loader.batch(7)
         shares.append(share)
     assert (x == np.concatenate(shares)).all()
-    first_system = int(whole._windows(7)[0])
+    first_system = int(whole._sequences(7)[0])
     (sequence,) = sequences(TRAINING, [first_system], 2, 500, 32)
     assert (x[0].numpy() == sequence[:-1]).all()
 
@@ -239,7 +239,7 @@ def test_an_epoch_and_the_validation_have_each_system_once():
     assert len(set(epoch)) == 40
     batches = list(loader.validation_batches(10 * 31, 4))
     assert [len(x) for x, _ in batches] == [4, 4, 2]
-    assert loader.validation_windows(319) == 10
+    assert loader.validation_sequences(319) == 10
     validation = contents(batches)
     assert set(validation).isdisjoint(epoch)
     shared = []
@@ -252,8 +252,8 @@ def test_an_epoch_and_the_validation_have_each_system_once():
 def test_too_few_systems_are_refused():
     loader = open_loader()
     with pytest.raises(
-        UserError, match="1 to 2 planets: val_tokens = 30 leaves 30 .* window of 31"
+        UserError, match="1 to 2 planets: val_tokens = 30 leaves 30 .* sequence of 31"
     ):
         loader.validation_batches(30, 4)
-    with pytest.raises(UserError, match="1 to 2 planets: .* 4 windows .* one batch .8."):
+    with pytest.raises(UserError, match="1 to 2 planets: .* 4 sequences .* one batch .8."):
         open_loader(systems=4)
