@@ -37,6 +37,13 @@ SAME_ATTENTION = (
     "fox.py",
 )
 ATTENTIONS = [row for row in ROWS if row not in SAME_ATTENTION and not row.startswith("hybrid")]
+# Small models of two heads, and the window of each head.
+HEAD_WINDOWS = [
+    ("softmax.py", (None, None)),
+    ("softmax.py --window=1", (1, 1)),
+    ("hybrid.py --local_window=1 --window=6", (6, 1)),
+    ("relu_li.py", (None, None)),
+]
 # A run of a second.
 SMALL = [
     "--n_layer=2",

@@ -11,7 +11,14 @@ import evaluation
 from scripts import attention_maps
 from scripts.attention_maps import TEXT, group_sums, row_statistics, summary
 from scripts.common.runs import load_run
-from tests.helpers import not_blank, saved_run, small_model, validation_ids, visible_keys
+from tests.helpers import (
+    HEAD_WINDOWS,
+    not_blank,
+    saved_run,
+    small_model,
+    validation_ids,
+    visible_keys,
+)
 
 # Two windows of 16 validation tokens, and a short text.
 FEW = [
@@ -103,15 +110,7 @@ def test_windows_by_layer(shards, call, tmp_path, pictures):
     assert limited["head_windows"] == [[4, 4], [9, 9]]
 
 
-@pytest.mark.parametrize(
-    "settings, windows",
-    [
-        ("softmax.py", (None, None)),
-        ("softmax.py --window=1", (1, 1)),
-        ("hybrid.py --local_window=1 --window=6", (6, 1)),
-        ("relu_li.py", (None, None)),
-    ],
-)
+@pytest.mark.parametrize("settings, windows", HEAD_WINDOWS)
 def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp_path, request):
     if settings != "softmax.py":  # whose picture is drawn
         request.getfixturevalue("pictures")

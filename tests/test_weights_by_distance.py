@@ -10,7 +10,14 @@ import evaluation
 from scripts import weights_by_distance
 from scripts.common.groups import distances
 from scripts.weights_by_distance import mean_shares
-from tests.helpers import not_blank, saved_run, small_model, validation_ids, visible_keys
+from tests.helpers import (
+    HEAD_WINDOWS,
+    not_blank,
+    saved_run,
+    small_model,
+    validation_ids,
+    visible_keys,
+)
 
 
 def test_groups_of_distances():
@@ -38,15 +45,7 @@ def test_counts_of_a_window():
     assert shares["dead_keys"].tolist() == [0, 1 / 2]
 
 
-@pytest.mark.parametrize(
-    "settings, windows",
-    [
-        ("softmax.py", (None, None)),
-        ("softmax.py --window=1", (1, 1)),
-        ("hybrid.py --local_window=1 --window=6", (6, 1)),
-        ("relu_li.py", (None, None)),
-    ],
-)
+@pytest.mark.parametrize("settings, windows", HEAD_WINDOWS)
 def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp_path, request):
     if settings != "softmax.py":  # whose picture is drawn
         request.getfixturevalue("pictures")
