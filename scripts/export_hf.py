@@ -28,7 +28,6 @@ from runtime.describe import windows_by_layer
 from runtime.device import environment
 from runtime.files import check_writable
 from runtime.log import read_metrics
-from runtime.run_folder import read_config
 from scripts.common.command_line import RUN, option, parse, require
 from scripts.common.options import Options
 from scripts.common.runs import Run, load_run
@@ -171,7 +170,7 @@ def model_card(run: Run, folder: str) -> str:
     config = run.config
     step = run.facts["step"]
     attention = config.variant_name
-    trained = read_config(run.path).variant_name
+    trained, _, _ = run.facts["variant"].partition(" as ")
     if trained != attention:  # with --attention or --p
         attention += f", trained as {trained}"
     data = ""

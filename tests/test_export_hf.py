@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from data.tokenizer import get_tokenizer
 from generation import generate
 from layers.build import build_model
+from runtime import checkpoint
 from scripts import export_hf
 from scripts.common.options import Options
 from scripts.common.runs import load_run
@@ -495,6 +496,16 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, c
     hybrid = build_model(small_config("hybrid_ssmax.py"))
     card = export_hf.model_card(replace(run, model=hybrid), "model")
     assert "| windows by layer | all and 256, all and 256 |" in card
+
+
+def test_a_checkpoint_without_its_folder_is_exported(trained, tmp_path):
+    alone = tmp_path / "alone" / "mine.pt"
+    alone.parent.mkdir()
+    shutil.copy(checkpoint.find(trained).path, alone)
+    export(alone, tmp_path / "model")
+    card = (tmp_path / "model/README.md").read_text()
+    assert "| attention | lssar_p3 |" in card
+    assert "validation loss" not in card  # which the folder has
 
 
 @torch.no_grad()
