@@ -42,16 +42,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from config import Config, choices, settings_in
-from errors import UserError, command
+from config import SETTINGS, Config, choices, settings_in
+from errors import UserError, command, did_you_mean
 from layers.heads import check_attention
-from runtime.config_files import format_value, load_config, parse, read_file, require_known_setting
+from runtime.config_files import format_value, load_config, parse, read_file
 from scripts.common.command_line import parse_lengths
 from scripts.common.labels import shorten
 from scripts.eval_length import UNIT
 from scripts.recall import RecallOptions
 from scripts.reproduce import beside, kinds, metrics, pictures
-from scripts.reproduce.entries import FREE, Entry, Scale, open_scale, windows_at_scale
+from scripts.reproduce.entries import (
+    FREE,
+    Entry,
+    Scale,
+    open_scale,
+    refuse_settings_of_runs,
+    windows_at_scale,
+)
 from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import build_parser, run_experiment
 
@@ -109,13 +116,20 @@ def main() -> None:
 def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     """Split settings into arguments for all runs, and the values of those that are compared.
 
-    Raises UserError for a setting without a value, and for a repeated one.
+    Raises UserError for what is no setting, for one without a value, and for a repeated one.
     """
     values: dict[str, str] = {}
     for argument in arguments:
         key, equals, text = argument.removeprefix("--").partition("=")
-        if not equals or key in values:
-            raise UserError(f"--{key} needs its values once: --{key}=VALUE,VALUE")
+        if key not in SETTINGS:
+            raise UserError(
+                f"--{key} is neither an option (python -m scripts.compare --help) nor a setting "
+                f"(python train.py --help); {did_you_mean(key, SETTINGS)}".rstrip("; ")
+            )
+        if not equals:
+            raise UserError(f"--{key} needs its values after an equals sign: --{key}=VALUE,VALUE")
+        if key in values:
+            raise UserError(f"--{key} is given twice; all values go into one: --{key}=VALUE,VALUE")
         values[key] = text
     free = [f"--{key}={text}" for key, text in values.items() if key in FREE]
     grid = {key: text for key, text in values.items() if key not in FREE}
@@ -129,13 +143,12 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
     compared, for settings in which entries may not differ, for an unknown view, and where two
     entries have one name.
     """
+    refuse_settings_of_runs(grid)
     values = []
     for key, texts in grid.items():
-        require_known_setting(key, "the command line")
         if key not in COMPARABLE:
             raise UserError(
-                f"--{key}: entries cannot differ in it; set it for all entries in --scale FILE.py "
-                "(seeds: --seeds 3)"
+                f"--{key}: entries cannot differ in it; set it for all entries in --scale FILE.py"
             )
         values.append([(key, parse(key, text)) for text in texts.split(",")])
     entries: dict[str, Entry] = {}

@@ -293,7 +293,12 @@ def test_other_tasks(compared, tmp_path, refused, task, settings, unit):
             [SOFTMAX, f"{SOFTMAX}:plain"],
             [f"{SOFTMAX}:plain: 'plain' must be one of", "plain_rope, "],
         ),
-        ([SOFTMAX, "--p=3", "--p=5"], ["--p needs its values once: --p=VALUE,VALUE"]),
+        ([SOFTMAX, "--p=3", "--p=5"], ["--p is given twice", "--p=VALUE,VALUE"]),
+        ([SOFTMAX, "--p", "3,5"], ["--p needs its values after an equals sign: --p=VALUE,VALUE"]),
+        ([SOFTMAX, LSSAR, "--no_control"], ["--no_control is neither an option", "nor a setting"]),
+        ([SOFTMAX, "--lr=1e-3,2e-3"], ["--lr is neither", "did you mean learning_rate?"]),
+        ([SOFTMAX, "--seed=1,2"], ["--seed cannot be set: each run has its own; --seeds 3"]),
+        ([SOFTMAX, LSSAR, "--out_dir=x"], ["--out_dir cannot be set", "--out DIR is the folder"]),
         ([f"{SOFTMAX}:yarn", "--positions=rope,none"], ["has positions = 'none': no RoPE"]),
         ([f"{SOFTMAX}:yarn", "--positions=rope,none", "--plan"], ["no RoPE"]),
         ([SOFTMAX, "--p=[3]"], ["p = [3]", "must be"]),
@@ -457,6 +462,24 @@ def test_results_of_another_experiment_are_not_shown(
     is_of_this_kind = "nats" not in says and "conditions" in committed
     sentence = f"Not beside results/small/committed, which {says}." if is_of_this_kind else ""
     assert beside.find(scale, recall_of(LENGTHS)) == (None, sentence)
+    assert not commands
+
+
+def test_results_of_another_training_are_not_shown(
+    committed, compared, commands, recall_scale, mine, tmp_path, refused
+):
+    """Of other steps or another learning rate, whether an entry's file or the command line sets it.
+
+    Another model is shown beside them: a comparison may be of models.
+    """
+    longer = tmp_path / "longer.py"
+    longer.write_text("max_iters = 3\n")
+    folder = tmp_path / "results/small/committed"
+    arguments = (compared, f"--scale={recall_scale}", f"--beside={folder}")
+    says = "was trained with max_iters = 2, not 3 as longer"
+    refused(*arguments, mine, str(longer), says=says)
+    says = "was trained with learning_rate = 0.01, not 0.004 as mine,learning_rate=0.004"
+    refused(*arguments, mine, "--learning_rate=1e-2,4e-3", says=says)
     assert not commands
 
 

@@ -2,25 +2,28 @@
 
 table.json records the conditions of its runs: the settings of the scale that affect what a run
 learns, and the identity of the data (for recall, a hash of its sequences). Committed rows are shown
-only if these are the same, and if each run was measured in the same way.
+only if these are the same, if no entry trains in another way than the scale does, and if each run
+was measured in the same way.
 """
 
 from pathlib import Path
 
 import torch
 
-from config import LEARNED, ROOT, Config
+from config import LEARNED, ROOT, Config, settings_in
 from data.tasks import open_loader
 from errors import UserError
 from runtime.checkpoint import settings_of
 from runtime.files import read_json
 from scripts.common.runner import identity
 from scripts.common.tables import summarise
-from scripts.reproduce.entries import Scale
+from scripts.reproduce.entries import FIRST_SEED, Scale
 from scripts.reproduce.kinds import GAIN
 from scripts.reproduce.measure import Experiment, up_to_16x
 from scripts.reproduce.pictures import has_both_losses
 
+# How weights are trained, which the entries of a comparison may change.
+TRAINING = tuple(key for key in settings_in("optimisation") if key != "seed")
 # What identifies the text of a run in its measurements, but not in a table's.
 NOT_RECORDED = ("data_dir", "val_sha256", "tokenizer")
 
@@ -100,6 +103,13 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
     for name, value in now["data"].items():
         if name != "text" and before["data"].get(name) != value:  # not every folder has `text`
             return f"was trained on other {name}, by their hash"
+    for entry in experiment.entries:
+        config = scale.run(entry, FIRST_SEED).config
+        for key in TRAINING:
+            expected = getattr(scale.config, key)
+            value = getattr(config, key)
+            if value != expected:
+                return f"was trained with {key} = {expected!r}, not {value!r} as {entry.name}"
     options = experiment.options(scale.config)
     measured = identity(experiment.evaluation, options, options.apply_to(scale.config))
     if has_both_losses(table):

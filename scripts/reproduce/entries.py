@@ -4,7 +4,7 @@ All tables share the runs: OUT/<scale>/<run>/seed<seed>.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +23,15 @@ T6 = (FILES["t6"], FILES["t6_lssar_p15"])  # whose heads differ from scale to sc
 FIRST_SEED = Config.seed
 # The settings that the command line may change: they do not change what is learned from a text.
 FREE = (*settings_in("machine", "logs"), "timeout", "data_dir")
+
+# What each run of a table has for itself, and what to use instead.
+OF_RUNS = {
+    "seed": "--seeds 3 trains three seeds",
+    "out_dir": "--out DIR is the folder of all runs",
+    "name": "a run is named after its config file and settings",
+    "resume": "the same command continues its runs",
+    "dry_run": "--plan prints what the runs would cost",
+}
 
 # Values of p, in training and of evaluations with another p.
 POWERS = (1, 2, 3, 5, 10, 15, 20, 30, 50, 100)
@@ -270,14 +279,22 @@ def open_scale(name: str, out: str, task: str = "language", settings: Sequence[s
     return scale
 
 
+def refuse_settings_of_runs(keys: Iterable[str]) -> None:
+    """Raise UserError for a setting that each run of a table has for itself."""
+    for key in keys:
+        if key in OF_RUNS:
+            raise UserError(f"--{key} cannot be set: each run has its own; {OF_RUNS[key]}")
+
+
 def require_free(settings: Sequence[str]) -> None:
     """Raise UserError for settings that the command line may not change."""
+    refuse_settings_of_runs(map(key_of, settings))
     for argument in settings:
         if not argument.startswith("--"):
             raise UserError(
                 f"{argument} is no setting --key=value; scripts.compare takes config files"
             )
-        key = argument.partition("=")[0].removeprefix("--")
+        key = key_of(argument)
         if key in FREE:
             continue
         require_known_setting(key, "the command line")
@@ -285,3 +302,7 @@ def require_free(settings: Sequence[str]) -> None:
             f"--{key} cannot be set here, but in a file for --scale FILE.py; "
             f"only {', '.join(sorted(FREE))} can"
         )
+
+
+def key_of(argument: str) -> str:
+    return argument.partition("=")[0].removeprefix("--")

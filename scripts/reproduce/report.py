@@ -84,7 +84,8 @@ def run_experiment(
             runner.check_evaluation(evaluation, evaluation_options, run.config)
     check_writable(folder)
     check_writable(scale.out)
-    print(f"{experiment.title}, scale {scale.name}, {len(chosen)} entries")
+    entries = "1 entry" if len(chosen) == 1 else f"{len(chosen)} entries"
+    print(f"{experiment.title}, scale {scale.name}, {entries}")
     to_train = "computed without runs"
     if runs:
         to_train = cost(runs)
