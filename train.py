@@ -66,7 +66,7 @@ from runtime.distributed import (
 from runtime.files import lock_folder
 from runtime.log import Log, say, wandb_settings
 from runtime.memory import fitting_batch_size
-from runtime.pretrained import load_initial
+from runtime.pretrained import check_initial, load_initial
 
 # GradScaler starts at 2^16 and halves the scale when float16 gradients overflow. If they overflow
 # at this scale too, the run has diverged (min_loss_scale of fairseq).
@@ -102,6 +102,7 @@ def main(config: Config | None = None) -> None:
         if resume:
             checkpoint.check_init_from(run, config.init_from)
         config = config.replace(resume=resume, init_from="" if resume else config.init_from)
+        check_initial(config.init_from)
         training, loader, loss_fn = set_up(config, device)
         stopped = False
         if loader is not None and not config.dry_run:

@@ -27,7 +27,7 @@ from config import (
 from data.vocabulary import BUILT_IN, TOKENIZER
 from errors import UserError, did_you_mean, nearest
 from runtime.files import read_json
-from runtime.hf_config import pretrained_settings
+from runtime.hf_config import PRETRAINED, pretrained_settings
 
 # A file in a run's folder: the absolute path of the run's data_dir.
 DATA_DIR = "data_dir.txt"
@@ -60,6 +60,8 @@ def load_config(arguments: list[str]) -> Config:
             require_known_setting(key, "the command line")
             if not equals and bool not in TYPES[key]:
                 raise UserError(f"--{key} needs a value: --{key}=VALUE")
+            if key == "resume" and os.path.exists(text):
+                raise UserError(f"--resume={text}: a run's folder follows a space: --resume {text}")
             if text.startswith("~"):  # which a shell expands only at the start of a word
                 text = os.path.expanduser(text)
             overrides[key] = parse(key, text if equals else "True")
@@ -161,11 +163,14 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def did_you_mean_run(path: str | Path) -> str:
-    """Return a question with the nearest run or checkpoint beside a path; "" if none is near.
+    """Return a question with the nearest run or checkpoint in or beside a path; "" if none is near.
 
     A longer name that begins with the path's is near: it may have a setting more.
     """
     path = Path(path)
+    within = sorted([*(file.parent for file in path.glob("*/config.json")), *path.glob("*.pt")])
+    if within:
+        return f"did you mean {within[0]}? "
     runs = [file.parent.name for file in path.parent.glob("*/config.json")]
     names = [*runs, *(file.name for file in path.parent.glob("*.pt"))]
     others = [name for name in names if name != path.name]
@@ -180,7 +185,17 @@ def read_run(folder: str) -> dict[str, Any]:
     values = read_json(path)
     if values is None:
         raise UserError(f"{path.parent} has no config.json: it is not a run of train.py")
+    refuse_transformers(values, path)
     return saved_settings(values, path) | {"resume": False, "out_dir": str(path.parent)}
+
+
+def refuse_transformers(values: Any, config_json: Path) -> None:
+    """Raise UserError if the content of a config.json is of a model of transformers."""
+    if isinstance(values, dict) and "model_type" in values:
+        folder = config_json.parent
+        raise UserError(
+            f"{folder} is a model of transformers, not a run: write it {PRETRAINED}{folder}"
+        )
 
 
 def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:

@@ -55,7 +55,10 @@ def load_hf_config(source: str) -> Any:
 
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except LOADING_ERRORS as error:
-        raise UserError(f"{PRETRAINED}{source} cannot be loaded: {first_line(error)}") from error
+        reason = first_line(error)
+        if not Path(source).is_dir():
+            reason = f"there is no folder {source} here, and as a name on the hub: {reason}"
+        raise UserError(f"{PRETRAINED}{source} cannot be loaded: {reason}") from error
 
 
 def sizes_of_hf(source: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A GPT-2 as the initial weights of a run: --init_from=hf:gpt2, hf:FOLDER or nanogpt:ckpt.pt."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +11,34 @@ from torch import Tensor
 from errors import UserError, first_line
 from model import GPT
 from runtime.checkpoint import State, copy_weights, find, load, load_weights, settings_of
+from runtime.files import read_pt
 from runtime.hf_config import PRETRAINED, pretrained_settings
-from runtime.nanogpt import NANOGPT, rename_weight
+from runtime.nanogpt import NANOGPT, is_nanogpt_checkpoint, rename_weight
+from runtime.run_folder import is_checkpoint, read_config
+
+# nanoGPT's values of init_from, and what to write instead.
+VALUES_OF_NANOGPT = {
+    "scratch": "leave init_from out",
+    "resume": "python train.py --resume RUN",
+    "gpt2": f"--init_from={PRETRAINED}{{}}",
+}
+
+
+def check_initial(source: str) -> None:
+    """Raise UserError if there is no run or checkpoint at the path of init_from.
+
+    hf: and nanogpt: were read when the config was built.
+    """
+    if not source or source.startswith((PRETRAINED, NANOGPT)):
+        return
+    if not Path(source).exists():
+        name = "gpt2" if source.startswith("gpt2") else source
+        if name in VALUES_OF_NANOGPT:
+            advice = VALUES_OF_NANOGPT[name].format(source)
+            raise UserError(f"init_from = {source!r} is a value of nanoGPT's: here, {advice}")
+    elif is_checkpoint(source) and is_nanogpt_checkpoint(read_pt(Path(source))):
+        raise UserError(f"{source} is a checkpoint of nanoGPT: --init_from={NANOGPT}{source}")
+    read_config(source)
 
 
 def load_initial(model: GPT, source: str) -> dict[str, Any]:

@@ -9,7 +9,12 @@ from typing import Any
 
 from config import Config
 from errors import UserError
-from runtime.config_files import did_you_mean_run, find_data, saved_settings
+from runtime.config_files import (
+    did_you_mean_run,
+    find_data,
+    refuse_transformers,
+    saved_settings,
+)
 from runtime.files import convert, read_json, read_pt
 from runtime.nanogpt import convert_checkpoint, is_nanogpt_checkpoint
 
@@ -68,10 +73,14 @@ def read_config(run: str | Path) -> Config:
     """
     if is_checkpoint(run):
         path = Path(run)
+        if not path.exists():
+            raise UserError(no_checkpoint(run))
         values = convert(read_checkpoint(path).get("config"), Settings, path)
     else:
         path = Path(run) / "config.json"
-        values = read_json(path, Settings)
+        values = read_json(path)
+        refuse_transformers(values, path)
+        values = convert(values, Settings | None, path)
     if values is None:
         raise UserError(no_checkpoint(run))
     try:

@@ -102,9 +102,11 @@ def test_what_is_no_run_is_said_in_its_own_words(train, tmp_path, refused):
     misspelt = {
         tmp_path / "runn": run,
         run / "step_02.pt": file,
+        run.parent: run,
     }
     for path, near in misspelt.items():
         refused(train, "new", f"--init_from={path}", says=f"did you mean {near}?")
+    refused(train, "new", f"--resume={run}", says=f"a space: --resume {run}")
     refused(train, "none", "--resume", says="no checkpoint found; a run is")
     refused(train, "new", str(file), says="is not a config file (.py); to use a run, pass")
     assert not (tmp_path / "none").exists()

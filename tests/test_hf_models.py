@@ -417,7 +417,8 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
         ([mamba, *text], "sees more than the keys of a window"),
         ([name, "--files", tmp_path / "none.txt"], "none.txt cannot be read as text"),
         ([f"hf:{tmp_path}/empty", *text], "cannot be loaded: Unrecognized model"),
-        ([f"hf:{tmp_path}/none", *text], "cannot be loaded"),
+        ([f"hf:{tmp_path}/none", *text], f"cannot be loaded: there is no folder {tmp_path}/none"),
+        ([name.removeprefix("hf:"), *text], f"a model of transformers, not a run: write it {name}"),
     ):
         refused(call, eval_length, *arguments, says=says)
     refused(call, passkey, name, says="passkey measures runs of this repository")

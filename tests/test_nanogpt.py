@@ -5,11 +5,12 @@ import shutil
 import pytest
 import torch
 
+import train
 from data.shards import write_shard
 from errors import UserError
 from layers.build import build_model
 from runtime.config_files import load_config
-from runtime.pretrained import load_initial
+from runtime.pretrained import check_initial, load_initial
 from scripts import eval_length
 from scripts.common.runs import load_run
 from tests.helpers import Malicious, measured_losses
@@ -96,6 +97,21 @@ def test_evaluations_take_it_as_a_run(tmp_path, call, pictures, refused):
     says = "a length of 64 is beyond its learned positions, which end at block_size = 32"
     refused(call, eval_length, path, f"--data_dir={tmp_path}", "--lengths=64", says=says)
     refused(call, eval_length, path, says="data/shakespeare does not exist")
+
+
+def test_values_of_nanogpt_are_explained(tmp_path, refused, monkeypatch):
+    """Before any work. A checkpoint without nanogpt: would not set the model's sizes."""
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path / "ckpt.pt", gpt(50304))
+    for source, says in {
+        "scratch": "here, leave init_from out",
+        "resume": "--resume RUN",
+        "gpt2-xl": "--init_from=hf:gpt2-xl",
+        str(path): f"--init_from=nanogpt:{path}",
+    }.items():
+        refused(train.main, load_config([f"--init_from={source}", "--dry_run"]), says=says)
+    check_initial(f"nanogpt:{path}")
+    check_initial("")
 
 
 def load(path, *settings):
