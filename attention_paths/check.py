@@ -54,14 +54,14 @@ def check_phi(name: str, phi: Phi) -> None:
     """Raise UserError if phi is not as declared, or where masked keys could get weight."""
     if phi.kernel is not None and launch is not None:
         check_choice(f"{name}: kernel", phi.kernel, launch.PHIS)
-    weight = phi.function(torch.tensor(phi.zero, dtype=torch.float64))
+    weight = weights_of(name, phi, torch.tensor(phi.zero, dtype=torch.float64))
     if weight != 0:
         raise UserError(
             f"{name}: phi({phi.zero:g}) = {weight.item():.3g}, but masked keys get this score and "
             "must get no weight: set Phi(zero=...) to a z with phi(z) = 0"
         )
     grid = torch.linspace(-30, 30, 601, dtype=torch.float64)
-    values = phi.function(grid)
+    values = weights_of(name, phi, grid)
     infinite = ~values.isfinite()
     if infinite.any():
         z = grid[infinite][0].item()
@@ -74,6 +74,25 @@ def check_phi(name: str, phi: Phi) -> None:
             f"{name}: phi({z:g}) = {value:.3g} is negative: declare Phi(..., signed=True), with "
             "which l1 sums absolute values and p is refused"
         )
+
+
+def weights_of(name: str, phi: Phi, scores: Tensor) -> Tensor:
+    """Return phi of scores. Raises UserError if it fails, or returns no weight for each score."""
+    advice = "it must return a tensor, with a weight for each score: torch.exp(z), not math.exp(z)"
+    try:
+        weights = phi.function(scores)
+    except Exception as error:
+        raise UserError(
+            f"{name}: its phi fails: {type(error).__name__}: {error}; {advice}"
+        ) from error
+    if not isinstance(weights, Tensor):
+        raise UserError(f"{name}: its phi returns a {type(weights).__name__}; {advice}")
+    if weights.shape != scores.shape:
+        raise UserError(
+            f"{name}: its phi returns the shape {list(weights.shape)} for scores of the shape "
+            f"{list(scores.shape)}; {advice}"
+        )
+    return weights
 
 
 def check_formulas(name: str, variant: Variant, n_head: int) -> None:

@@ -610,6 +610,18 @@ REFUSED = [
         r"own: phi\(-30\) = -1 is negative.*signed=True",
     ),
     (
+        Variant(Phi(lambda z: math.exp(z))),
+        r"own: its phi returns a float; .*torch\.exp\(z\), not math\.exp\(z\)",
+    ),
+    (
+        Variant(Phi(lambda z: z.exp(2))),
+        "own: its phi fails: TypeError: .*; it must return a tensor",
+    ),
+    (
+        Variant(Phi(lambda z: z.exp().sum())),
+        r"own: its phi returns the shape \[\] for scores of the shape \[601\]",
+    ),
+    (
         Variant(Phi(torch.exp, kernel="elu")),
         "own: kernel = 'elu'; did you mean relu?",
     ),

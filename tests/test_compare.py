@@ -287,7 +287,7 @@ def test_other_tasks(compared, tmp_path, refused, task, settings, unit):
         ([SOFTMAX, "--first_batch=0,8"], ["--first_batch: entries cannot differ in it"]),
         ([SOFTMAX, "--document_mask=True,False"], ["--document_mask: entries cannot differ in it"]),
         ([SOFTMAX, TINY], ["it has val_tokens = 65536, not the scale's 256"]),
-        ([SOFTMAX, LSSAR, "--scale=recal/tiny"], ["'recal/tiny' must be a file of configs/scales"]),
+        ([SOFTMAX, LSSAR, "--scale=recal/tiny"], ["did you mean recall/tiny?", "orbits/tiny"]),
         ([SOFTMAX, LSSAR, "--seeds=0"], ["--seeds 0 must be at least 1"]),
         (
             [SOFTMAX, f"{SOFTMAX}:plain"],
