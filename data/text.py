@@ -284,16 +284,17 @@ def main(argv: list[str] | None = None) -> None:
     field = f"the JSON field or parquet column of the text; default: {COLUMN}"
     parser.add_argument("--field", default=COLUMN, dest="column", metavar="FIELD", help=field)
     share = "the share of the T-token passages of the training text that an excerpt follows"
-    parser.add_argument("--repeat", type=float, default=0, metavar="SHARE", help=share)
-    parser.add_argument("--within", type=int, default=0, metavar="T", help="the training length")
+    parser.add_argument("--repeat", type=float, metavar="SHARE", help=share)
+    parser.add_argument("--within", type=int, metavar="T", help="the training length")
     args = parse_options(parser, argv, tokenizer="bytes")
 
-    repeats = 0 < args.repeat <= 1 and args.within >= 16
-    neither = args.repeat == 0 and args.within == 0
-    if not (repeats or neither):
-        raise UserError(
-            f"--repeat {args.repeat} must be 0 to 1, --within {args.within} at least 16; or neither"
-        )
+    if (args.repeat is None) != (args.within is None):
+        raise UserError("--repeat SHARE and --within T need each other")
+    repeats = args.repeat is not None
+    if repeats and not 0 < args.repeat <= 1:
+        raise UserError(f"--repeat {args.repeat:g} must be a share above 0, up to 1")
+    if repeats and args.within < 16:
+        raise UserError(f"--within {args.within} must be at least 16 tokens")
     if any(map(are_ids, args.paths)):
         copy_ids(args)
         return
@@ -308,12 +309,14 @@ def main(argv: list[str] | None = None) -> None:
         val_files = list_files(args.val)
         held_out = {path.resolve() for _, path in val_files}
         files = [(name, path) for name, path in files if path.resolve() not in held_out]
+        if not files:
+            raise UserError(f"{source}: --val names all of it, so that nothing is left to train on")
         val = inspect(val_files, args.rules)
     sources = inspect(files, args.rules)
     args.rules.report()
     train, val = split(sources, val)
     if not train or not val:
-        raise UserError(f"{source}: no text is left for training, or there is none for validation")
+        raise UserError(f"{source}: too little text for training and validation")
     print_names("training", train)
     print_names("validation", val)
     folder = f"text_{Path(args.tokenizer).stem}"

@@ -139,9 +139,14 @@ def test_repeats_in_the_training_text_alone(tmp_path, refused):
     (document,) = documents_of(out, "train")
     assert 1.06 < len(document) / len(train.read_text()) < 1.13  # half of 3/16
     refused(run_text, *command, says="made with repeat")
-    for share, within in ((1.5, 64), (0.5, 15), (0.0, 64)):
-        says = f"--repeat {share} must be 0 to 1, --within {within} at least 16; or neither"
-        refused(run_text, train, "--repeat", share, "--within", within, says=says)
+    for arguments, says in (
+        (("--repeat", 1.5, "--within", 64), "--repeat 1.5 must be a share above 0"),
+        (("--repeat", 0, "--within", 64), "--repeat 0 must be a share above 0"),
+        (("--repeat", 0.5, "--within", 15), "--within 15 must be at least 16 tokens"),
+        (("--repeat", 0.5), "--repeat SHARE and --within T need each other"),
+        (("--within", 64), "need each other"),
+    ):
+        refused(run_text, train, *arguments, says=says)
 
 
 def test_text_refusals(folder, tmp_path, refused):
@@ -150,13 +155,13 @@ def test_text_refusals(folder, tmp_path, refused):
 
     says("none: no such file or folder", tmp_path / "none")
     says("e.html: files must end in", folder / "deep" / "e.html")
-    says("empty.txt: no text is left for training, or", folder / "deep" / "empty.txt")
+    says("empty.txt: too little text for training and", folder / "deep" / "empty.txt")
     says("--split_at needs a mark", folder, "--split_at", "")
     says(
         "00.txt: cannot split off a validation set: no word boundary in the last tenth, '\\n'",
         folder / "00.txt",
     )
-    says("00.txt: no text is left for training", folder / "00.txt", "--val", folder / "00.txt")
+    says("00.txt: --val names all of it", folder / "00.txt", "--val", folder / "00.txt")
     pages = folder / "pages"
     pages.mkdir()
     (pages / "A.TXT").touch()
