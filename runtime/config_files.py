@@ -208,8 +208,11 @@ def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
     check_saved_keys(values, source)
     folder = Path(source).parent
     copy = folder / TOKENIZER
-    if values.get("tokenizer", "gpt2") not in BUILT_IN and copy.is_file():
+    tokenizer = values.get("tokenizer", "gpt2")
+    if tokenizer not in BUILT_IN and copy.is_file():
         values = values | {"tokenizer": str(copy)}
+    elif str(tokenizer).startswith("sha256:"):
+        raise UserError(f"{TOKENIZER} of its run must lie beside it: {folder} has no such file")
     data_dir = values.get("data_dir")
     recorded = recorded_data_dir(folder)
     if isinstance(data_dir, str) and recorded is not None and recorded.exists():

@@ -139,7 +139,7 @@ def test_ids_of_ones_own(tmp_path, monkeypatch, train, call, capsys, refused):
     refused(call, passkey, run, "--trials=1", "--lengths=300", says=says)
 
 
-def test_a_run_with_another_tokenizer_file_is_refused(made, train, call, tmp_path, capsys):
+def test_a_run_with_another_tokenizer_file_is_refused(made, train, call, tmp_path, refused):
     file, shards, other = made
     folder = train("run", f"--data_dir={shards}", f"--tokenizer={file}", "--max_iters=1")
     altered = shutil.copytree(folder, tmp_path / "altered")
@@ -148,3 +148,8 @@ def test_a_run_with_another_tokenizer_file_is_refused(made, train, call, tmp_pat
         load_run(altered)
     (altered / "tokenizer.json").unlink()
     call(sample, altered, "--max_new_tokens=2")  # the file that config.json names is still there
+    alone = tmp_path / "alone/mine.pt"
+    alone.parent.mkdir()
+    shutil.copy(folder / "step_000001.pt", alone)
+    says = f"tokenizer.json of its run must lie beside it: {alone.parent} has no such file"
+    refused(call, sample, alone, says=says)
