@@ -234,7 +234,10 @@ def measure_missing(
     code = code_hash(evaluation)
     known = find_measurement(read_measurements(file), facts).get("parts", {})
     missing = [name for name in chunks if options.again or name not in known]
-    for name in tqdm(missing, str(run.path), unit="chunk"):
+    label = f"{run.path}: {evaluation.name}"
+    if options.window is not None:
+        label += f", window {options.window}"
+    for name in tqdm(missing, label, unit="chunk"):
         values = evaluation.measure(options, run, chunks[name])
         store(file, facts, name, values, code, environment(options.device))
 

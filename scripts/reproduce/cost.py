@@ -71,6 +71,7 @@ def print_cost(runs: Sequence[PlannedRun], out: Path) -> None:
         sentence += "no step of this task is timed here; "
     a100_hours = flop / (0.4 * PEAK_FLOPS["A100"]) / 3600
     print(f"{sentence}{duration(a100_hours)} of an A100, assuming 40% of its peak")
+    print("the evaluations after the training are not included")
 
 
 def duration(hours: float) -> str:
