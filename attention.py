@@ -11,10 +11,10 @@ q and k are at unit length if the variant says `l2_normalise`. norm_i is the row
 function of n_i. A variant may have another stage 2, its `reweight`. Where a weight depends on the
 whole row, `row_weights` replaces phi, norm and stage 2.
 
-o_i is 0 for n_i <= 3 and in a row of equal weights, else 1 (LSSAR, Algorithm 1). n_i is i or, with a window of W keys,
-min(i, W). With `document_mask` i counts from the first token of the query's document. The papers
-have no windows and no document masks: every n in their formulas is read as n_i. L is always the
-training length (block_size), also where a longer text is evaluated.
+o_i is 0 for n_i <= 3 and in a row of equal weights, else 1 (LSSAR, Algorithm 1). n_i is i or, with
+a window of W keys, min(i, W). With `document_mask` i counts from the first token of the query's
+document. The papers have no windows and no document masks: every n in their formulas is read as
+n_i. L is always the training length (block_size), also where a longer text is evaluated.
 
 Any variant takes these settings of a layer, but a sink needs l1 and a phi that is never negative
 and positive at 0. They apply in this order:
