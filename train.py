@@ -41,7 +41,7 @@ from layers.heads import check_attention
 from layers.selfcheck import check_kernels
 from model import GPT, compile_model
 from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate, step_if_finite
-from runtime import checkpoint
+from runtime import checkpoint, metadata, resuming
 from runtime.checkpoint import State, Training
 from runtime.describe import describe
 from runtime.device import (
@@ -98,9 +98,9 @@ def main(config: Config | None = None) -> None:
             reason = f"the largest that fits and divides {sequences} sequences"
             say(f"batch_size = {batch_size}: {reason}")
         config = config.replace(batch_size=batch_size)
-        resume = checkpoint.should_resume(run, config.resume)
+        resume = resuming.should_resume(run, config.resume)
         if resume:
-            checkpoint.check_init_from(run, config.init_from)
+            resuming.check_init_from(run, config.init_from)
         config = config.replace(resume=resume, init_from="" if resume else config.init_from)
         check_initial(config.init_from)
         training, loader, loss_fn = set_up(config, device)
@@ -125,7 +125,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     check_same_data(config, identity)
     state = None
     if config.resume:
-        state = checkpoint.load_to_resume(run, config)
+        state = resuming.load_to_resume(run, config)
     if loader is not None:
         check_data(loader, identity, config, state)
 
@@ -159,7 +159,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
             facts = kernel_facts | {"data": identity}
             if began_with is not None:
                 facts["began_with"] = began_with
-            checkpoint.write_run_metadata(run, config, facts, training)
+            metadata.write_run_metadata(run, config, facts, training)
     return training, loader, loss_fn
 
 

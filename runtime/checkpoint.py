@@ -1,15 +1,5 @@
-"""A run's folder: its config and checkpoints, written atomically and read back.
+"""A run's checkpoints, written atomically and read back.
 
-config.json        every setting, resolved
-tokenizer.json     the tokenizer, unless it is built in
-data_dir.txt       the absolute path of data_dir, which another working directory needs
-environment.json   versions, machine and commit of the latest start; `starts`: these of each start,
-                   with its step, number of processes and dtype; the checkpoint whose weights
-                   init_from loaded; the settings that were changed when resuming
-uncommitted.patch  changes of the repository since the commit, if any, with untracked .py files;
-                   resuming at step 200 adds uncommitted_000200.patch
-wandb.json         the run's id in wandb
-metrics.jsonl      one JSON object per line, for each training step and each validation
 step_000200.pt     everything needed to resume, after 200 steps
 best.pt            the weights with the lowest validation loss
 
@@ -21,8 +11,6 @@ archive, whose checksums reveal damage by the disk.
 import functools
 import io
 import math
-import os
-import shlex
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -33,17 +21,12 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
-from config import FREE_ON_RESUME, RECORDED_ON_RESUME, SCHEDULE, Config
-from data.shards import Identity, data_difference, identity_of
-from data.tokenizer import copy_tokenizer
+from config import RECORDED_ON_RESUME, Config
+from data.shards import Identity
 from errors import UserError, first_line
-from layers.formulas import formulas_hash
 from model import GPT
-from optim import learning_rate
-from runtime.config_files import DATA_DIR, check_saved_keys, format_value
-from runtime.device import environment, uncommitted
-from runtime.distributed import rank, world_size
-from runtime.files import atomic_write, convert, read_json, sha256_of, write_json
+from runtime.distributed import rank
+from runtime.files import atomic_write, convert, sha256_of
 from runtime.run_folder import (
     Settings,
     checkpoints,
@@ -140,94 +123,6 @@ class Training:
 # ---- writing ----
 
 
-class StartRecord(msgspec.Struct):
-    """What environment.json says of a run's beginning, as far as it was recorded."""
-
-    formulas: str | None = None  # their hash
-    data: Identity = {}  # what identifies the data
-    began_with: dict[str, Any] | None = None  # step and sha256 of the checkpoint of init_from
-    changes: list[dict[str, Any]] = []  # where the run was resumed: steps, values before and after
-    starts: list[dict[str, Any]] = []  # environments, each with its step
-
-
-def read_start_record(run: Path) -> StartRecord:
-    return read_json(run / "environment.json", StartRecord) or StartRecord()
-
-
-def formulas_difference(run: Path, config: Config) -> str | None:
-    """If attention.py has changed since a run began, return what the run used; else None."""
-    before = read_start_record(run).formulas
-    if before is not None and before != formulas_hash(config):
-        return f"formulas of {config.attention!r} that differ from the current code"
-    return None
-
-
-def shards_difference(run: Path, config: Config) -> str | None:
-    """If the shards in data_dir have changed since a run began, return what it used; else None.
-
-    Also None if the run recorded no shards, or if data_dir is missing or incomplete, which its
-    reader reports.
-    """
-    before = read_start_record(run).data
-    if "training shards" not in before:
-        return None
-    try:
-        now = identity_of(config.data_dir)
-    except UserError:
-        return None
-    changed = data_difference(before, now)
-    if changed is not None:
-        return f"{changed} that differ from {config.data_dir}"
-    return None
-
-
-def write_run_metadata(run: Path, config: Config, facts: dict, training: Training) -> None:
-    """Write the settings and environment to a run's folder, before its first step.
-
-    `facts` are recorded too: what layers.selfcheck found, the identity of the data, and the
-    checkpoint that the run began with. A resumed run keeps that checkpoint, the identity and the
-    hash of the formulas from its first start, and appends its changed settings and its environment.
-    Each start writes a patch.
-    """
-    copy_tokenizer(config.tokenizer, run)
-    settings = config.as_dict()
-    if config.resume:  # the weights come from the checkpoint: keep the original init_from
-        settings["init_from"] = saved_init_from(run)
-    write_json(run / "config.json", settings)
-    with atomic_write(run / DATA_DIR, "w") as file:
-        file.write(os.path.abspath(config.data_dir) + "\n")
-    now = environment(config.device)
-    record = now | facts
-    starts = []
-    resumed_at = training.resumed_at
-    if resumed_at is None:
-        record["formulas"] = formulas_hash(config)
-    else:
-        before = read_start_record(run)
-        starts = [start for start in before.starts if start["step"] < resumed_at]
-        record["formulas"] = before.formulas
-        record["data"] = before.data
-        record["began_with"] = before.began_with
-        record["changes"] = [change for change in before.changes if change["step"] < resumed_at]
-        if training.changes:
-            record["changes"].append({"step": resumed_at, **training.changes})
-    patch = f"uncommitted_{resumed_at:06d}.patch" if resumed_at else "uncommitted.patch"
-    if record["modified"]:
-        with atomic_write(run / patch) as file:
-            file.write(uncommitted())
-    else:
-        (run / patch).unlink(missing_ok=True)
-    if record["modified"] is not None:  # None: not in a git repository
-        record["modified"] = any(run.glob("uncommitted*.patch"))  # at this start or an earlier one
-    start = {
-        "step": resumed_at or 0,
-        "processes": world_size(),
-        "dtype": str(training.dtype).removeprefix("torch."),
-    }
-    record["starts"] = [*starts, start | now]
-    write_json(run / "environment.json", record)
-
-
 def settings_of(config: Config) -> dict[str, Any]:
     """Return the settings as a checkpoint holds them, wherever the tokenizer's file lies."""
     return config.as_dict() | {"tokenizer": config.tokenizer_id}
@@ -298,53 +193,6 @@ class Saver:
                 old.unlink()
 
 
-# ---- what is there ----
-
-
-def should_resume(run: Path, resume: bool | str) -> bool:
-    """Tell whether the run in a folder is resumed; with "auto" it is if it has a checkpoint.
-
-    Raises UserError if there is nothing to resume, or a new run would overwrite something. A run
-    that ended before its first checkpoint was saved may be overwritten: it has no steps.
-    """
-    if checkpoints(run):
-        if not resume:
-            raise UserError(f"{run} holds a run: use --resume to continue it, or another --out_dir")
-        return True
-    if resume is True:
-        raise UserError(no_checkpoint(run))
-    path = run / "config.json"
-    metrics = run / "metrics.jsonl"
-    settings = read_json(path, dict[str, Any])
-    if settings and "attention" not in settings:
-        blocking = path
-    elif metrics.is_file() and b'"loss"' in metrics.read_bytes():
-        blocking = metrics
-    else:
-        return False
-    raise UserError(
-        f"{blocking} belongs to no run that can be resumed, and a new run would overwrite it; "
-        "move it away, or give another --out_dir"
-    )
-
-
-def check_init_from(run: Path, init_from: str) -> None:
-    """Raise UserError if a run that is resumed began with weights that differ from `init_from`."""
-    began = saved_init_from(run)
-    if init_from and Path(init_from).resolve() != Path(began).resolve():
-        weights = f"--init_from={began}" if began else "random weights"
-        raise UserError(
-            f"{run} began with {weights}, not with --init_from={init_from}: leave it out to resume "
-            "the run, or give another --out_dir"
-        )
-
-
-def saved_init_from(run: Path) -> str:
-    """The init_from that a run began with."""
-    settings = read_json(run / "config.json", dict[str, Any]) or {}
-    return settings.get("init_from", "")
-
-
 # ---- reading ----
 
 
@@ -401,35 +249,6 @@ def load(path: Path) -> State:
     return convert(read_checkpoint(path), State, path)
 
 
-def load_to_resume(run: Path, config: Config) -> State:
-    """Load the latest checkpoint of a run that this config continues.
-
-    Raises UserError if a setting or the formulas changed that must not change on resume, and if a
-    new max_iters would change past learning rates and no schedule is given.
-    """
-    path = find(run, quiet=rank() > 0).path
-    state = load(path)
-    check_saved_keys(state.config, path)
-    now = settings_of(config)
-    for key, saved in settings_before(state).items():
-        if key not in FREE_ON_RESUME and key not in RECORDED_ON_RESUME and now.get(key) != saved:
-            raise UserError(
-                f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
-                f"{now.get(key)!r}; a new run from its weights, if they fit: train.py "
-                f"{run} --{key}={now.get(key)} --init_from={run} --out_dir=NEW"
-            )
-    edited = formulas_difference(run, config)
-    if edited is not None:
-        raise UserError(
-            f"{run} was trained with {edited}: resume it with the commit that its environment.json "
-            f"names, or start a new run from its weights: --init_from={run} --out_dir=NEW"
-        )
-    if config.max_iters < state.step:
-        raise UserError(f"{run} has {state.step} steps: max_iters = {config.max_iters} is fewer")
-    check_rate(run, config, state)
-    return state
-
-
 def settings_before(state: State) -> Settings:
     """Return all settings of a checkpoint, with the defaults of settings that came later."""
     return Config().as_dict() | state.config
@@ -440,37 +259,6 @@ def changes_since(state: State, config: Config) -> dict[str, tuple]:
     before = settings_before(state)
     now = config.as_dict()
     return {key: (before[key], now[key]) for key in RECORDED_ON_RESUME if before[key] != now[key]}
-
-
-def check_rate(run: Path, config: Config, state: State) -> None:
-    """Raise UserError if moving the schedule's end alone would make the learning rate jump.
-
-    The message has two commands that continue the run, at the rate of its last step or, after a
-    schedule that ended near 0, at a tenth of its peak.
-    """
-    before = settings_before(state)
-    schedule = config.replace(**{key: before[key] for key in SCHEDULE})
-    step = max(0, state.step - 1)
-    rate = learning_rate(step, schedule)
-    changed = changes_since(state, config).keys() & SCHEDULE
-    moves_its_end = changed <= FREE_ON_RESUME
-    if state.step == 0 or not moves_its_end or rate == learning_rate(step, config):
-        return
-    rate = max(rate, schedule.learning_rate / 10)
-    constant = {"schedule": "constant", "learning_rate": rate, "min_lr": 0.0, "cooldown_iters": 0}
-    cosine = constant | {"schedule": "cosine", "warmup_iters": state.step}
-    commands = []
-    for settings in (constant, cosine):
-        words = ["python", "train.py", "--resume", str(run), f"--max_iters={config.max_iters}"]
-        for key, value in settings.items():
-            if value != before[key]:
-                words.append(f"--{key}={format_value(value)}")
-        commands.append(shlex.join(words))
-    raise UserError(
-        f"{run} followed a {schedule.schedule} schedule of {schedule.max_iters} steps up to step "
-        f"{state.step}: with {config.max_iters} steps it would have had other learning rates. "
-        f"Continue at a constant rate, {commands[0]}, or with a cosine from here, {commands[1]}"
-    )
 
 
 def load_weights(model: GPT, run: str | Path) -> Checkpoint:

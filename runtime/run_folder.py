@@ -1,4 +1,4 @@
-"""Reads a run's folder, which runtime.checkpoint writes.
+"""Reads a run's folder, which train.py writes.
 
 torch, which takes seconds to import, is imported only to read a checkpoint, which may be nanoGPT's.
 """

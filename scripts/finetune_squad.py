@@ -42,7 +42,7 @@ from layers.build import build_model
 from layers.selfcheck import check_kernels
 from model import GPT
 from optim import build_optimizers, build_scaler
-from runtime import checkpoint, run_folder
+from runtime import checkpoint, metadata, resuming, run_folder
 from runtime.checkpoint import Training
 from runtime.device import open_device
 from runtime.distributed import EXIT_STOPPED
@@ -90,7 +90,7 @@ def main() -> None:
     options, arguments = parse(FineTuning, arguments={"run": RUN})
     out = Path(options.out_dir or f"{run_folder.folder_of(arguments.run)}_squad")
     with lock_folder(out, "training this run"):
-        checkpoint.should_resume(out, options.resume)
+        resuming.should_resume(out, options.resume)
         stopped = finetune(arguments.run, out, options)
     if stopped:
         sys.exit(EXIT_STOPPED)
@@ -134,7 +134,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
                 f"{out} was fine-tuned on {data_before}, not {data}: repeat its options, or give "
                 "another --out_dir"
             )
-        state = checkpoint.load_to_resume(out, config)
+        state = resuming.load_to_resume(out, config)
     optimizers = build_optimizers(model, config)
     scaler = build_scaler(device, options.torch_dtype)
     # so that train.py does not continue this run on its shards
@@ -144,7 +144,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
         training.restore(state, config)
 
     # ---- loop ----
-    checkpoint.write_run_metadata(out, config, kernels, training)
+    metadata.write_run_metadata(out, config, kernels, training)
     write_json(out / "squad.json", data)
     say(
         f"{config.label}: {len(examples):,} examples "

@@ -13,8 +13,9 @@ from config import Config
 from data.shards import read_shard, write_shard
 from layers.build import build_model
 from model import GPT
-from runtime.checkpoint import Saver, Training, write_run_metadata
+from runtime.checkpoint import Saver, Training
 from runtime.config_files import load_config
+from runtime.metadata import write_run_metadata
 from scripts.common.runs import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from config import Config
 from errors import UserError
-from runtime import checkpoint, device
+from runtime import device, metadata
 from runtime.checkpoint import Training
 from tests.helpers import SMALL
 
@@ -262,7 +262,7 @@ def started(run, resumed_at):
     scaler = torch.amp.GradScaler("cpu")
     training = Training(nn.Module(), torch.float32, [], scaler, resumed_at=resumed_at)
     config = Config(resume=resumed_at is not None)
-    checkpoint.write_run_metadata(run, config, {}, training)
+    metadata.write_run_metadata(run, config, {}, training)
 
 
 def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):

@@ -26,6 +26,8 @@ LAYERS = (
     ("layers.build",),
     ("generation", "optim", "evaluation"),
     ("runtime.checkpoint",),
+    ("runtime.metadata",),
+    ("runtime.resuming",),
     ("runtime.describe", "runtime.memory", "runtime.pretrained"),
     ("train",),
     ("scripts.common",),

@@ -17,7 +17,7 @@ from attention import VARIANTS
 from config import Config
 from errors import UserError
 from layers.build import build_model
-from runtime import checkpoint, files, run_folder
+from runtime import checkpoint, files, resuming, run_folder
 from scripts import attention_maps, curves, eval_length
 from scripts.common import runner
 from scripts.common.command_line import parse
@@ -339,7 +339,7 @@ def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
     load_run(run)
     assert "was trained with formulas of 'lssar'" in capsys.readouterr().err
     with pytest.raises(UserError, match="formulas of 'lssar' that differ .* resume it with"):
-        checkpoint.load_to_resume(run, config)
+        resuming.load_to_resume(run, config)
 
 
 # ---- labels and pictures ----

@@ -21,7 +21,7 @@ from layers.formulas import formulas_hash
 from layers.selfcheck import check_kernels
 from layers.windows import largest_window, limit_windows
 from model import GPT
-from runtime import checkpoint, run_folder
+from runtime import checkpoint, metadata, run_folder
 from runtime.checkpoint import Checkpoint
 from runtime.device import autocast, pick_device
 from scripts.common.hf_loading import load_model
@@ -102,10 +102,10 @@ def load_trained(
         with autocast(device, options.torch_dtype):
             check_windows(model, options.window)
     folder = run_folder.folder_of(path)
-    edited = checkpoint.formulas_difference(folder, trained)
+    edited = metadata.formulas_difference(folder, trained)
     if edited:
         print(f"warning: {path} was trained with {edited}", file=sys.stderr)
-    changed = checkpoint.shards_difference(folder, trained)
+    changed = metadata.shards_difference(folder, trained)
     if changed:
         print(f"warning: {path} was trained on {changed}", file=sys.stderr)
     return model, run_facts(trained, weights, options, model)

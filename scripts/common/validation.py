@@ -18,7 +18,7 @@ from config import Config
 from data.loader import Batches, copy_to, inputs_and_targets, validation_tokens
 from data.shards import check_tokenizer, data_difference
 from errors import UserError
-from runtime import checkpoint
+from runtime import metadata
 from runtime.config_files import find_data
 from scripts.common.command_line import FILES, option, parse_lengths
 from scripts.common.hf_models import ModelConfig, tokens_of
@@ -118,9 +118,9 @@ def on_same_text(options: AnyTextOptions, configs: Sequence[Config]) -> AnyTextO
 
 def require_same_data(runs: Sequence[Path]) -> None:
     """Raise UserError if a run was trained on data that differ from the first run's."""
-    first = checkpoint.read_start_record(runs[0]).data
+    first = metadata.read_start_record(runs[0]).data
     for run in runs[1:]:
-        changed = data_difference(first, checkpoint.read_start_record(run).data)
+        changed = data_difference(first, metadata.read_start_record(run).data)
         if changed is not None:
             raise UserError(
                 f"{run} was trained on {changed} that differ from {runs[0]}'s, in a folder of the "

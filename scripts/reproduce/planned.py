@@ -14,7 +14,7 @@ import torch
 from config import FREE_ON_RESUME, LEARNED, ROOT, Config, micro_batch_size
 from errors import EXIT_MISTAKE, UserError
 from layers.heads import check_attention
-from runtime import checkpoint, run_folder
+from runtime import checkpoint, metadata, run_folder
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
 
@@ -87,7 +87,7 @@ class PlannedRun:
             return None
         saved = comparable(run_folder.read_config(self.folder))
         planned = comparable(self.config)
-        began = checkpoint.read_start_record(self.folder)
+        began = metadata.read_start_record(self.folder)
         # the same data may lie in several folders: shards_difference compares them
         compares_data = bool(began.data) and Path(self.config.data_dir).exists()
         for key in LEARNED:
@@ -101,8 +101,8 @@ class PlannedRun:
         if self.base is not None:
             if self.base.step is None or began.began_with != checkpoint.find(self.base.folder).id:
                 return f"initial weights that differ from {self.base.folder}"
-        shards = checkpoint.shards_difference(self.folder, self.config)
-        return shards or checkpoint.formulas_difference(self.folder, self.config)
+        shards = metadata.shards_difference(self.folder, self.config)
+        return shards or metadata.formulas_difference(self.folder, self.config)
 
 
 def comparable(config: Config) -> dict:

@@ -1,0 +1,122 @@
+"""What a run's folder records of its training, beside weights and metrics.
+
+config.json        every setting, resolved
+tokenizer.json     the tokenizer, unless it is built in
+data_dir.txt       the absolute path of data_dir, which another working directory needs
+environment.json   versions, machine and commit of the latest start; `starts`: these of each start,
+                   with its step, number of processes and dtype; the checkpoint whose weights
+                   init_from loaded; the settings that were changed when resuming
+uncommitted.patch  changes of the repository since the commit, if any, with untracked .py files;
+                   resuming at step 200 adds uncommitted_000200.patch
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from config import Config
+from data.shards import Identity, data_difference, identity_of
+from data.tokenizer import copy_tokenizer
+from errors import UserError
+from layers.formulas import formulas_hash
+from runtime.checkpoint import Training
+from runtime.config_files import DATA_DIR
+from runtime.device import environment, uncommitted
+from runtime.distributed import world_size
+from runtime.files import atomic_write, read_json, write_json
+
+
+class StartRecord(msgspec.Struct):
+    """What environment.json says of a run's beginning, as far as it was recorded."""
+
+    formulas: str | None = None  # their hash
+    data: Identity = {}  # what identifies the data
+    began_with: dict[str, Any] | None = None  # step and sha256 of the checkpoint of init_from
+    changes: list[dict[str, Any]] = []  # where the run was resumed: steps, values before and after
+    starts: list[dict[str, Any]] = []  # environments, each with its step
+
+
+def read_start_record(run: Path) -> StartRecord:
+    return read_json(run / "environment.json", StartRecord) or StartRecord()
+
+
+def formulas_difference(run: Path, config: Config) -> str | None:
+    """If attention.py has changed since a run began, return what the run used; else None."""
+    before = read_start_record(run).formulas
+    if before is not None and before != formulas_hash(config):
+        return f"formulas of {config.attention!r} that differ from the current code"
+    return None
+
+
+def shards_difference(run: Path, config: Config) -> str | None:
+    """If the shards in data_dir have changed since a run began, return what it used; else None.
+
+    Also None if the run recorded no shards, or if data_dir is missing or incomplete, which its
+    reader reports.
+    """
+    before = read_start_record(run).data
+    if "training shards" not in before:
+        return None
+    try:
+        now = identity_of(config.data_dir)
+    except UserError:
+        return None
+    changed = data_difference(before, now)
+    if changed is not None:
+        return f"{changed} that differ from {config.data_dir}"
+    return None
+
+
+def write_run_metadata(run: Path, config: Config, facts: dict, training: Training) -> None:
+    """Write the settings and environment to a run's folder, before its first step.
+
+    `facts` are recorded too: what layers.selfcheck found, the identity of the data, and the
+    checkpoint that the run began with. A resumed run keeps that checkpoint, the identity and the
+    hash of the formulas from its first start, and appends its changed settings and its environment.
+    Each start writes a patch.
+    """
+    copy_tokenizer(config.tokenizer, run)
+    settings = config.as_dict()
+    if config.resume:  # the weights come from the checkpoint: keep the original init_from
+        settings["init_from"] = saved_init_from(run)
+    write_json(run / "config.json", settings)
+    with atomic_write(run / DATA_DIR, "w") as file:
+        file.write(os.path.abspath(config.data_dir) + "\n")
+    now = environment(config.device)
+    record = now | facts
+    starts = []
+    resumed_at = training.resumed_at
+    if resumed_at is None:
+        record["formulas"] = formulas_hash(config)
+    else:
+        before = read_start_record(run)
+        starts = [start for start in before.starts if start["step"] < resumed_at]
+        record["formulas"] = before.formulas
+        record["data"] = before.data
+        record["began_with"] = before.began_with
+        record["changes"] = [change for change in before.changes if change["step"] < resumed_at]
+        if training.changes:
+            record["changes"].append({"step": resumed_at, **training.changes})
+    patch = f"uncommitted_{resumed_at:06d}.patch" if resumed_at else "uncommitted.patch"
+    if record["modified"]:
+        with atomic_write(run / patch) as file:
+            file.write(uncommitted())
+    else:
+        (run / patch).unlink(missing_ok=True)
+    if record["modified"] is not None:  # None: not in a git repository
+        record["modified"] = any(run.glob("uncommitted*.patch"))  # at this start or an earlier one
+    start = {
+        "step": resumed_at or 0,
+        "processes": world_size(),
+        "dtype": str(training.dtype).removeprefix("torch."),
+    }
+    record["starts"] = [*starts, start | now]
+    write_json(run / "environment.json", record)
+
+
+def saved_init_from(run: Path) -> str:
+    """The init_from that a run began with."""
+    settings = read_json(run / "config.json", dict[str, Any]) or {}
+    return settings.get("init_from", "")
