@@ -16,16 +16,22 @@ from errors import UserError, check_choice
 LENGTH, HEAD_SIZE = 6, 8
 # What a variant may name in these fields.
 NAMES = {"learnable": ("s", "b", "p_n"), "from_input": ("u", "w")}
+# The fields that hold a function, or None.
+FUNCTIONS = ("scale", "bias", "norm", "reweight", "row_weights")
 
 
-@functools.cache
 def check_variant(variant: Variant, n_head: int) -> None:
     """Raise UserError if a variant sees the future, or its phi or formulas are not as declared.
 
     Without this, a phi that is not 0 at `zero` would train with weights on masked keys.
     """
+    check_declaration(name_of(variant), variant)
+    check_computation(variant, n_head)
+
+
+@functools.cache
+def check_computation(variant: Variant, n_head: int) -> None:
     name = name_of(variant)
-    check_declaration(name, variant)
     # transformers builds models on the meta device, and evaluations without gradients
     with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
         check_phi(name, variant.phi)
@@ -45,7 +51,17 @@ def check_declaration(name: str, variant: Variant) -> None:
     if not isinstance(variant.phi, Phi):
         kind = type(variant.phi).__name__
         raise UserError(f"{name}: its phi is a {kind}, but must be a Phi: Phi(function)")
+    for field in FUNCTIONS:
+        value = getattr(variant, field)
+        if not (value is None or callable(value)):
+            raise UserError(
+                f"{name}: its {field} is a {type(value).__name__}, but must be a function: "
+                "lambda rows: ..."
+            )
     for field, choices in NAMES.items():
+        names = getattr(variant, field)
+        if not isinstance(names, tuple):
+            raise UserError(f'{name}: {field} = {names!r} must be a tuple, such as ("s",)')
         for input_name in getattr(variant, field):
             check_choice(f"{name}: {field}", input_name, choices)
 
@@ -111,7 +127,11 @@ def check_formulas(name: str, variant: Variant, n_head: int) -> None:
     for x in learned.values():
         x.requires_grad_()
     check_shapes(name, variant, attention.rows(q, LENGTH, context))
-    all_weights = call(name, attention.weights, q, k, context)[0]  # [H, LENGTH, LENGTH]
+    weights_of_call = call(name, attention.weights, q, k, context)
+    check_weights(name, weights_of_call, (1, n_head, LENGTH, LENGTH))
+    all_weights = weights_of_call[0]  # [H, LENGTH, LENGTH]
+    if not all_weights.requires_grad:  # such as uniform weights
+        all_weights = all_weights + 0 * k.sum()
     check_gradients(name, variant, all_weights, learned)
     for row, weights in enumerate(all_weights.unbind(1), start=1):
         (gradient,) = torch.autograd.grad(weights.square().sum(), k, retain_graph=True)
@@ -123,13 +143,23 @@ def check_formulas(name: str, variant: Variant, n_head: int) -> None:
     check_blocks(name, attention, q, k, context)
 
 
-def call(name: str, formula: Callable[..., Any], *arguments: Any) -> Any:
+def check_weights(name: str, weights: Any, shape: tuple[int, ...]) -> None:
+    """Raise UserError if these are no weights for each row and key."""
+    found = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+    if found != list(shape):
+        raise UserError(
+            f"{name}: in a call of {shape[1]} heads, {shape[2]} rows and {shape[3]} keys its "
+            f"weights, as `row_weights` or `reweight` return them, are {found}, not {list(shape)}"
+        )
+
+
+def call(name: str, formula: Callable[..., Any], *arguments: Any, what: str = "a formula") -> Any:
     """Return what a formula of a variant returns. Raises UserError for any exception."""
     try:
         return formula(*arguments)
     except Exception as error:
         raise UserError(
-            f"{name}: its formulas fail: {type(error).__name__}: {error}. n, s, b and p_n of "
+            f"{name}: {what} fails: {type(error).__name__}: {error}. n, s, b and p_n of "
             "`rows`, the Rows of attention.py, are tensors: rows.n.log(), not math.log(rows.n); s, "
             "b and p_n exist where `learnable` names them"
         ) from error
@@ -144,7 +174,7 @@ def check_shapes(name: str, variant: Variant, rows: Rows) -> None:
         term = getattr(variant, field)
         if term is None:
             continue
-        shape = torch.as_tensor(call(name, term, rows)).shape
+        shape = torch.as_tensor(call(name, term, rows, what=f"its {field}")).shape
         target = by_key if field == "bias" and variant.bias_per_key else by_row
         if broadcasts(shape, target):
             continue
@@ -189,7 +219,8 @@ def check_blocks(
             (slice(first, None), slice(LENGTH - 1, None)),
         ):
             block_context = context.select(queries=queries, keys=keys)
-            block = attention.weights(q[:, :, queries], k[:, :, keys], block_context)
+            block = call(name, attention.weights, q[:, :, queries], k[:, :, keys], block_context)
+            check_weights(name, block, whole[:, :, queries, keys].shape)
             if not torch.allclose(block, whole[:, :, queries, keys], atol=1e-6):
                 raise UserError(
                     f"{name}: a row's weights depend on the number of rows or keys in the call, as "
@@ -217,7 +248,8 @@ def check_gradients(
         (gradient,) = torch.autograd.grad(
             weights.square().sum(), x, retain_graph=True, allow_unused=True
         )
-        if gradient is None and key in variant.learnable:
-            raise UserError(f"{name}: no formula uses {key}, which `learnable` names")
+        for field in NAMES:
+            if gradient is None and key in getattr(variant, field):
+                raise UserError(f"{name}: no formula uses {key}, which `{field}` names")
         if gradient is not None and not gradient.isfinite().all():
             raise UserError(f"{name}: the gradient of its weights by {key} is not finite; {cause}")

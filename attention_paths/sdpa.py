@@ -52,7 +52,8 @@ def scale_q_and_k(
         q, k = l2_normalise(q), l2_normalise(k)
     rows = layer.rows(q, k.shape[2], context)
     scale = rows.score_scale * layer.variant.scale(rows)
-    if isinstance(scale, Tensor):  # one for each row, but torch takes a single number
+    # torch takes a single number, which must be positive
+    if isinstance(scale, Tensor) or scale <= 0:
         q, scale = q * scale, 1.0
     return q.to(dtype), k.to(dtype), scale
 

@@ -281,7 +281,7 @@ def check_tokenizer(data_dir: str | Path, tokenizer: str) -> None:
     meta = read_meta(data_dir)
     if meta and meta["tokenizer"] != identity:
         copy = Path(data_dir, TOKENIZER)
-        hint = f"; give --tokenizer={copy}" if copy.exists() else ""
+        hint = f"; to train on it: --tokenizer={copy}" if copy.exists() else ""
         name = "" if identity == tokenizer else f" ({identity})"
         raise UserError(
             f"{data_dir} was made with tokenizer {meta['tokenizer']!r}, but tokenizer = "

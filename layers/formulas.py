@@ -19,6 +19,8 @@ LENGTH = 48
 TRAINED_LENGTH = 16
 LARGEST_WINDOW = 24
 DOCUMENT_STARTS = (0, 3, 13)
+# The keys that single queries see, as formulas may change with n or the distance far beyond LENGTH.
+FAR = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def formulas_hash(config: Config) -> str:
@@ -39,7 +41,10 @@ def formulas_hash(config: Config) -> str:
 
 @torch.no_grad()
 def example_outputs(attention: Attention, forget: bool) -> list[Tensor]:
-    """The outputs [1, H, LENGTH, d] for one document and for several; seeds the CPU's generator."""
+    """The outputs for queries with FAR keys, for one document and for several.
+
+    Seeds the CPU's generator.
+    """
     torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the GPUs too
     H = attention.n_head
 
@@ -62,6 +67,13 @@ def example_outputs(attention: Attention, forget: bool) -> list[Tensor]:
     is_start = torch.zeros(1, LENGTH, dtype=torch.bool)
     is_start[0, list(DOCUMENT_STARTS)] = True
     outputs = []
+    for length in FAR:
+        far_k, far_v = random(2, 1, 1, length, attention.head_size).expand(2, 1, H, -1, -1)
+        context = Context(
+            row_inputs={name: x[..., -1:] for name, x in row_inputs.items()},
+            log_forget=F.logsigmoid(8 + random(1, H, length)) if forget else None,
+        )
+        outputs.append(attention(q[:, :, -1:], far_k, far_v, context))
     for document_positions in (None, positions_in_documents(is_start)):
         context = Context(
             row_inputs=row_inputs,

@@ -82,7 +82,8 @@ def load_config(arguments: list[str]) -> Config:
     values |= overrides
     config = Config(**values | pretrained_settings(values))
     return config.replace(
-        name=config.name or run_name(filter(None, names_given), overrides, ["attention", "p"]),
+        name=config.name
+        or run_name(dict.fromkeys(filter(None, names_given)), overrides, ["attention", "p"]),
         out_dir=config.out_dir or default_out_dir(files, overrides, config),
         data_dir=find_data(config.data_dir),
     )

@@ -167,6 +167,11 @@ def parse_models(paths: list[str], impls: list[str], settings: list[str]) -> dic
         for impl in impls:
             if path == PLAIN and path in models:  # it has one path, and is compiled as the first
                 continue
+            if "scales" in Path(path).parts:
+                raise UserError(
+                    f"{path} would be measured as a model of its own; give the sizes of all models "
+                    "as settings: --n_layer=4 --n_embd=128"
+                )
             name = Path(path).stem
             if path != PLAIN:
                 if len(impls) > 1:
@@ -205,6 +210,7 @@ def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> di
         for name, config in models.items():
             for phase in phases:
                 worker = stack.enter_context(ProcessPoolExecutor(1, context))
+                stack.push(kill_workers_on_error)  # called before the executors wait for them
                 # one after the other: Inductor chooses its kernels by their time on the device
                 line = worker.submit(prepare, config, phase, name == PLAIN).result()
                 if line is not None:
@@ -226,6 +232,13 @@ def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> di
                 longest = dict(kernels.most_common(KERNELS))
                 figures[name][f"{phase}_kernels"] = {"all": sum(kernels.values()), **longest}
     return figures
+
+
+def kill_workers_on_error(kind: type[BaseException] | None, *_: object) -> None:
+    """Kill the workers if the measurement fails: after Ctrl-C their executors may wait forever."""
+    if kind is not None:
+        for process in multiprocessing.active_children():
+            process.kill()
 
 
 # The step that a process measures, and its device.
@@ -446,7 +459,8 @@ def print_figures(figures: dict[str, dict], models: dict[str, Config]) -> None:
     baseline = next(iter(models))
     columns = [name for name in figures[baseline] if name.endswith(("_ms", "_mb"))]
     paper_rows = {}
-    if columns == PAPER["columns"]:
+    sizes = models[baseline].n_layer, models[baseline].n_embd, models[baseline].block_size
+    if columns == PAPER["columns"] and sizes == (Config.n_layer, Config.n_embd, Config.block_size):
         for name, config in models.items():
             if config.projections == "linear":
                 paper_rows[name] = PAPER["rows"].get(config.variant_name)

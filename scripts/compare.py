@@ -42,7 +42,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from config import SETTINGS, Config, settings_in
+from config import SETTINGS, Config, choices, settings_in
 from errors import UserError, command, did_you_mean
 from layers.heads import check_attention
 from runtime.config_files import format_value, load_config, parse, read_file
@@ -54,6 +54,7 @@ from scripts.reproduce import beside, kinds, metrics, pictures
 from scripts.reproduce.entries import (
     CONFIGS,
     FREE,
+    OF_RUNS,
     Entry,
     Scale,
     open_scale,
@@ -118,7 +119,8 @@ def require_scale(name: str) -> None:
     known = ["124m"]
     for path in sorted((CONFIGS / "scales").rglob("*.py")):
         scale = path.relative_to(CONFIGS / "scales").with_suffix("").as_posix()
-        if not scale.startswith("t6/"):  # the sizes of T6's heads alone
+        task = scale.rpartition("/")[0]
+        if task in ("", *choices("task")):  # the folder t6 has the sizes of T6's heads alone
             known.append(scale)
     if name not in known:
         raise UserError(
@@ -176,8 +178,13 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
                     f"two entries are called {entry.name}: rename a file, or drop a value"
                 )
             entries[entry.name] = entry
-            config = scale.run(entry, 0).config
-            check_attention(config)
+            if "seed" in read_file(str(entry.file)):
+                raise UserError(f"{entry.file} sets seed, but {OF_RUNS['seed']}")
+            try:
+                config = scale.run(entry, 0).config
+                check_attention(config)
+            except UserError as error:
+                raise UserError(f"{entry.name}: {error}") from error
             require_fixed(entry.name, config, scale.config)
     return tuple(entries.values())
 

@@ -145,6 +145,11 @@ def haystack_of(config: Config) -> Haystack:
 
 
 def identify(options: NeedleOptions, config: Config) -> dict:
+    if options.score_length < SHORTEST:
+        raise UserError(
+            f"--score_length {options.score_length} is too short: a prompt and its answer take up "
+            f"to {SHORTEST} tokens"
+        )
     lengths = (*options.lengths_of(config), options.score_length)
     check_prompts(config, lengths, SHORTEST)
     available = len(checked_tokens(config))

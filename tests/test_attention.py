@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attention
 from attention import VARIANTS, Phi, Variant
 from attention_paths import blocked, power, sdpa
-from attention_paths.check import check_variant
+from attention_paths.check import check_computation, check_variant
 from attention_paths.module import Attention
 from attention_paths.reference import NO_CONTEXT, Context, ReferenceAttention
 from errors import UserError
@@ -318,6 +318,15 @@ def test_clamps_are_of_floats(case):
         attn(q, k, v)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_a_scale_that_is_not_positive(scale):
+    """torch's scaled_dot_product_attention returns nan for it."""
+    variant = Variant(attention.EXP, scale=lambda rows: scale)
+    qkv = torch.randn(3, 1, 2, 8, 16)
+    expected = Attention(variant, 2, 16, impl="reference")(*qkv)
+    torch.testing.assert_close(Attention(variant, 2, 16)(*qkv), expected)
+
+
 @pytest.mark.parametrize("case, path", [("ssmax.py", "sdpa"), ("lssar_p3.py", "blocked")])
 def test_a_deep_copy_takes_the_same_path(case, path):
     attn = build(case)
@@ -562,6 +571,9 @@ GRADIENTS_AT_MASKED_KEYS = {
         reweight=lambda A, rows: A.sqrt(),
     ),
     "in place": Variant(Phi(lambda z: z.exp_())),
+    "uniform": Variant(
+        attention.EXP, row_weights=lambda z, rows: torch.where(z.isfinite(), 1 / rows.n, 0.0)
+    ),
     "bias with s": Variant(
         attention.EXP,
         bias=lambda rows: -rows.s * rows.distance().log1p(),
@@ -577,7 +589,7 @@ def test_formulas_whose_gradient_at_masked_keys_is_nan_are_accepted(variant):
 
 
 def test_a_layer_can_be_built_in_inference_mode():
-    check_variant.cache_clear()
+    check_computation.cache_clear()
     with torch.inference_mode():
         Attention(VARIANTS["ssmax"], 2, 16)
 
@@ -627,7 +639,31 @@ REFUSED = [
     ),
     (
         Variant(attention.EXP, scale=lambda rows: math.log(rows.n)),
-        r"own: its formulas fail.*rows\.n\.log\(\), not math\.log",
+        r"own: its scale fails.*rows\.n\.log\(\), not math\.log",
+    ),
+    (
+        Variant(attention.EXP, scale=0.5),
+        "own: its scale is a float, but must be a function",
+    ),
+    (
+        Variant(attention.EXP, scale=attention.s_log_n, learnable=["s"]),
+        r"own: learnable = \['s'\] must be a tuple",
+    ),
+    (
+        Variant(attention.EXP, from_input=("u",)),
+        "own: no formula uses u, which `from_input` names",
+    ),
+    (
+        Variant(attention.EXP, row_weights=lambda z, rows: z.softmax(-1).mean(1, keepdim=True)),
+        r"own: in a call of 2 heads, 6 rows and 6 keys its weights.* are \[1, 1, 6, 6\], not",
+    ),
+    (
+        Variant(attention.EXP, row_weights=lambda z, rows: None),
+        "own: .* its weights.* are NoneType, not",
+    ),
+    (
+        Variant(attention.EXP, row_weights=lambda z, rows: z.topk(4).values.softmax(-1)),
+        r"own: .* its weights.* are \[1, 2, 6, 4\], not",
     ),
     (
         Variant(attention.EXP, bias=lambda rows: rows.kv_idx - rows.q_idx),

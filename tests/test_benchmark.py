@@ -83,9 +83,13 @@ def test_a_model_of_every_path_and_one_plain_model(table):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["configs/softmax.py", "configs/scales/../softmax.py"], "two models are called softmax"),
+        (["configs/softmax.py", "configs/../configs/softmax.py"], "two models are called softmax"),
+        (["configs/softmax.py", "configs/scales/tiny.py"], "as settings: --n_layer=4"),
         (["plain", "--optimizer=muon"], "plain is trained with adamw, not with muon"),
-        (["configs/scales/orbits/tiny.py"], "one token a position, not task = orbits"),
+        (
+            ["configs/softmax.py", "--task=orbits", "--tie_embeddings=False"],
+            "one token a position, not task = orbits",
+        ),
         (["plain", "--document_mask"], "plain takes no --document_mask"),
         (["plain", "--out=configs"], "--out configs is a folder"),
         (["plain", "--rounds=0"], "--rounds 0 must be at least 1"),

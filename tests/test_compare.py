@@ -224,26 +224,49 @@ def test_a_plan_warns_of_a_warm_up_as_long_as_the_run(compared, capsys):
     assert capsys.readouterr().out.count(warning) == 1
 
 
+@pytest.mark.parametrize("edited_in", [1, 2])
 def test_data_that_change_between_two_runs_are_said(
-    compared, commands, shards, tmp_path, monkeypatch, capsys
+    compared, commands, shards, tmp_path, monkeypatch, refused, edited_in
 ):
+    """Even if the run that trains at that time does not notice."""
     data = shutil.copytree(shards, tmp_path / "data")
     call = planned.call
 
     def call_and_edit(command):
         code = call(command)
-        if len(commands) == 1:
+        if len(commands) == edited_in:
             reverse_shards(data)
         return code
 
     monkeypatch.setattr(planned, "call", call_and_edit)
-    with pytest.raises(SystemExit) as stop:
-        compared(SOFTMAX, LSSAR, "--lengths=16", f"--data_dir={data}")
-    assert stop.value.code == 1
+    name = ("softmax", "lssar_p15")[edited_in - 1]
+    says = f"{name}/seed1337 was trained with training shards that differ from {data}: the code, "
+    refused(compared, SOFTMAX, LSSAR, "--lengths=16", f"--data_dir={data}", says=says)
+    assert len(commands) == edited_in
+
+
+def test_a_config_file_that_is_edited_while_another_run_trains_is_noticed(
+    compared, commands, mine, monkeypatch, refused
+):
+    call = planned.call
+
+    def call_and_edit(command):
+        code = call(command)
+        with open(mine, "a") as file:
+            file.write("softcap = 5.0\n")
+        return code
+
+    monkeypatch.setattr(planned, "call", call_and_edit)
+    says = "mine/seed1337 was trained with softcap = 5.0, not None: the code, the data or a config"
+    refused(compared, SOFTMAX, mine, "--lengths=16", says=says)
     assert len(commands) == 2
-    printed = capsys.readouterr().out
-    assert f"softmax/seed1337 was trained with training shards that differ from {data}." in printed
-    assert "| `softmax` |" not in printed
+
+
+def test_a_seed_in_a_config_file_is_refused(compared, commands, mine, refused):
+    with open(mine, "a") as file:
+        file.write("seed = 7\n")
+    refused(compared, SOFTMAX, mine, says=f"{mine} sets seed, but --seeds 3 trains three seeds")
+    assert not commands
 
 
 @pytest.mark.parametrize(

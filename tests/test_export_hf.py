@@ -355,6 +355,8 @@ def test_positions_count_the_tokens_of_a_document(tmp_path):
     for refused in (positions + 1, positions.flip(1), positions // 2):
         with pytest.raises(ValueError, match="position_ids must count from 0 .* in each document"):
             model(x, position_ids=refused)
+    with pytest.raises(ValueError, match="output_attentions is not supported"):
+        model(x, output_attentions=True)
     # boundaries of documents in the words of DataCollatorWithFlattening
     for name in ("cu_seq_lens_q", "seq_idx"):
         with pytest.raises(ValueError, match=f"{name} .* by position_ids that restart from 0"):

@@ -118,6 +118,13 @@ def test_other_softmax_in_the_local_heads_of_a_hybrid_is_noticed(edit):
     assert formulas_hash(HYBRID) != before
 
 
+@pytest.mark.parametrize("n", [64, 100, 1000, 4000])
+def test_a_formula_that_changes_beyond_n_keys_is_noticed(edit, n):
+    before = formulas_hash(Config())
+    edit("softmax", scale=lambda rows: torch.where(rows.n > n, 2.0, 1.0) * rows.d**-0.5)
+    assert formulas_hash(Config()) != before
+
+
 def test_other_shared_code_is_noticed(monkeypatch):
     before = formulas_hash(LSSAR)
     weights = attention.attention_weights

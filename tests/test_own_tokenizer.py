@@ -68,7 +68,7 @@ def test_a_tokenizer_json_goes_with_runs_and_exports(made, train, call, tmp_path
     assert tokenizer.n_vocab == 300
 
     data = f"--data_dir={shards}"
-    hint = f"but tokenizer = 'bytes'; give --tokenizer={shards / 'tokenizer.json'}"
+    hint = f"but tokenizer = 'bytes'; to train on it: --tokenizer={shards / 'tokenizer.json'}"
     refused(train, "run", data, says=(identity, hint))
     refused(train, "run", data, f"--tokenizer={other}", says="other.json' (sha256:")
     folder = train("run", data, f"--tokenizer={file}")

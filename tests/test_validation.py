@@ -16,7 +16,7 @@ def test_tokens_fill_whole_windows_of_every_length(shards):
     assert of_256_tokens[:, 1:].size == 240
     all_there_are = stretches((16, 48), 10**6, config)
     assert all_there_are[:, 1:].size == 576  # of 600
-    with pytest.raises(UserError, match="599 validation tokens .--tokens.* multiple of 1024"):
+    with pytest.raises(UserError, match="599 validation tokens .*--tokens.* multiple of 1024"):
         stretches((16, 1024), 10**6, config)
 
 

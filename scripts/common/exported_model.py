@@ -23,6 +23,8 @@ from layers.windows import limit_windows
 # Where documents begin in a row, besides position_ids, in the words of transformers'
 # DataCollatorWithFlattening.
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+# Outputs of other models of transformers.
+OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
 class SharpAttentionConfig(PreTrainedConfig):
@@ -133,8 +135,12 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         With labels [B, L] (not shifted; -100 is ignored) also the mean loss in nats.
         `past_key_values` is a Cache(final length), because a RoPE scaling may depend on that; the
         argument `final_length`, without a cache, gives the same logits.
-        Raises ValueError where `document_starts` does, and for other marks of packed documents.
+        Raises ValueError where `document_starts` does, for other marks of packed documents, and if
+        outputs are requested that the model does not have.
         """
+        for name in OUTPUTS:
+            if kwargs.get(name):
+                raise ValueError(f"{name} is not supported: the model returns logits and the loss")
         cache = past_key_values
         if cache is None and "final_length" in kwargs:
             cache = Cache(kwargs["final_length"])  # for this call alone

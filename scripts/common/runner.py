@@ -152,7 +152,10 @@ def check_evaluation(evaluation: Evaluation, options: EvaluationOptions, trained
 def check_opening(options: EvaluationOptions, trained: Config) -> None:
     """Raise UserError if a run with this config cannot be opened with these options."""
     config = options.apply_to(trained)
-    check_attention(config)
+    try:
+        check_attention(config)
+    except UserError as error:
+        raise UserError(f"{config.out_dir}: {error}") from error
     options.check_rope(config)
 
 

@@ -105,6 +105,12 @@ def sliding_window(
 
 def on_same_text(options: AnyTextOptions, configs: Sequence[Config]) -> AnyTextOptions:
     """The options unchanged. Raises UserError if the runs would be measured on different text."""
+    tokenizers = {config.tokenizer_id: config.out_dir for config in configs}
+    if len(tokenizers) > 1:
+        raise UserError(
+            f"the runs {' and '.join(tokenizers.values())} have different tokenizers: losses per "
+            "token cannot be compared"
+        )
     texts = {str(Path(options.data_dir or config.data_dir).resolve()) for config in configs}
     if len(texts) > 1:
         raise UserError(
@@ -195,7 +201,7 @@ def stretches(
         longest = max(longest, end - begin - 1)
     available = min(wanted, longest)
     if available < unit:
-        where = "validation tokens (--tokens, or val_tokens of a scale)"
+        where = "validation tokens are read (val_tokens, or --tokens of eval_length)"
         if whole_documents and longest < unit:
             where = "in the longest document"
         raise UserError(

@@ -198,6 +198,11 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
             continue  # another process was faster to start
         if code == EXIT_MISTAKE:
             raise UserError(f"{run.folder} was refused; the message is above")
+        if difference := run.difference():
+            raise UserError(
+                f"{run.folder} was trained with {difference}: the code, the data or a config file "
+                "changed after this command had started"
+            )
         if code:
             failures.append(f"{run.folder} stopped with exit code {code} at step {run.step}")
         left.remove(run)

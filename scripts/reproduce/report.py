@@ -54,9 +54,7 @@ def build_parser(name: str, doc: str, epilog: str) -> Parser:
     add("--scale", required=True, help="124m (the papers'), a name in configs/scales, or FILE.py")
     add("--seeds", type=int, default=1, help=f"seeds per entry, from {FIRST_SEED} on (%(default)s)")
     add("--out", default="out", metavar="DIR", help="folder of the runs (%(default)s)")
-    add(
-        "--results", default="out/results", metavar="DIR", help="folder of the tables (%(default)s)"
-    )
+    add("--results", metavar="DIR", help="folder of the tables (default: results in --out)")
     add("--again", action="store_true", help="measure again what has been measured")
     add("--plan", action="store_true", help="print what it would cost, and stop")
     return parser
@@ -73,7 +71,8 @@ def run_experiment(
     if options.seeds < 1:
         raise UserError(f"--seeds {options.seeds} must be at least 1")
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
-    folder = Path(options.results) / scale.name / name
+    results = options.results or Path(options.out, "results")
+    folder = Path(results) / scale.name / name
     work = Work(name, experiment, scale, chosen, seeds, options.again)
     runs = work.runs()
     check_plan(runs)
