@@ -141,7 +141,12 @@ def read_file(path: str) -> dict[str, Any]:
         files = [*(ROOT / "configs").rglob("*.py"), *Path(path).parent.glob("*.py")]
         hint = did_you_mean_run(path)
         if not hint or path.endswith(".py"):
-            hint = did_you_mean(path, (os.path.relpath(file) for file in files))
+            names = [os.path.relpath(file) for file in files]
+            namesakes = [name for name in names if Path(name).stem == Path(path).stem]
+            if namesakes:
+                hint = f"did you mean {min(namesakes, key=len)}? "
+            else:
+                hint = did_you_mean(path, names)
         raise UserError(
             f"config file or run {path} does not exist; {hint}settings are written --key=value"
         )

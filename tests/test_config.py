@@ -386,6 +386,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         # the command line itself
         ("no_config.json", "config file or run no_config.json does not exist"),
         ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),
+        ("tiny", "does not exist; did you mean configs/scales/tiny.py?"),
         ("configs", "configs has no config.json: it is not a run of train.py"),
     ],
 )

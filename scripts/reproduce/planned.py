@@ -162,7 +162,8 @@ def cost(runs: Sequence[PlannedRun]) -> str:
     if not left:
         return f"to train: nothing, all {len(runs)} runs are done"
     tokens = sum(run.tokens_left for run in left)
-    return f"to train: {len(left)} runs, {tokens:,} tokens"
+    runs_left = "1 run" if len(left) == 1 else f"{len(left)} runs"
+    return f"to train: {runs_left}, {tokens:,} tokens"
 
 
 # ---- training ----
