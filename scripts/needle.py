@@ -130,6 +130,8 @@ class Haystack:
 class NeedleOptions(RetrievalOptions, TextOptions):
     """Needle in a haystack: a city's number in a long text, and the attention that it gets."""
 
+    shortest = SHORTEST
+
     samples: PositiveInt = option(1000, "needles per length and depth")
     score_length: PositiveInt = option(8000, "length for the needle scores")
     score_trials: PositiveInt = option(100, "needles to score")

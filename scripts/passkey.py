@@ -54,6 +54,7 @@ class PasskeyOptions(RetrievalOptions):
     """Passkey retrieval: a number stated once in a long, dull text and asked for at its end."""
 
     multiples = (1, 1.5, 2, 4, 8)
+    shortest = SHORTEST
 
     trials: PositiveInt = option(100, "trials per length")
 

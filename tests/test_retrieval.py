@@ -10,6 +10,7 @@ import torch
 
 from data.tokenizer import get_tokenizer
 from generation import generate
+from runtime import run_folder
 from scripts import needle, passkey
 from scripts.common import retrieval
 from scripts.common.runs import load_run
@@ -96,7 +97,10 @@ def test_learned_positions_are_too_few_for_a_prompt(call, tmp_path, command, ref
 
 
 def test_passkeys_of_a_trained_run(run, call, pictures, refused):
-    refused(call, passkey, run, says=["length 128 is too short", "--lengths 264,528,1056"])
+    too_short = ["length 128 is too short", "--lengths 264,528,1056"]
+    refused(call, passkey, run, "--lengths=128", says=too_short)
+    default = passkey.PasskeyOptions().lengths_of(run_folder.read_config(run))
+    assert default == (384, 576, 768, 1536, 3072)  # multiples of 3 T, which fits a prompt
     call(passkey, run, "--trials=5", "--lengths=320,300")
     (result,) = json.loads((run / "passkey.json").read_text())
     assert result["variant"] == "lssar_p3"

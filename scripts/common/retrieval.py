@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -40,7 +40,17 @@ AnyTrial = TypeVar("AnyTrial", bound=Trial)
 class RetrievalOptions(LengthOptions):
     """Options of an evaluation that hides numbers in long texts and asks for them at the end."""
 
+    shortest: ClassVar[int]  # a length that fits a prompt and its answer
+
     seed: int = option(1337, "seed of the numbers, their texts and their depths")
+
+    def lengths_of(self, *configs: Config) -> tuple[int, ...]:
+        """By default, multiples of the training length's smallest multiple that fits a prompt."""
+        lengths = super().lengths_of(*configs)
+        if self.lengths is not None:
+            return lengths
+        factor = -(-self.shortest // min(lengths))
+        return tuple(factor * length for length in lengths)
 
 
 def check_prompts(config: Config, lengths: Sequence[int], shortest: int) -> None:

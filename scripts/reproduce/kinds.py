@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from config import Config
-from scripts import passkey
 from scripts.common.papers import LSSAR
 from scripts.common.tables import cell, summarise
 from scripts.common.validation import accuracies
@@ -242,9 +241,7 @@ def passkeys(title: str, entries: Entries, draw: Draw = pictures.together) -> Ex
     """Measure how many passkeys are retrieved, in percent."""
 
     def multiples(config: Config) -> Multiples:
-        """Take multiples of the training length, or of its smallest multiple that fits a prompt."""
-        factor = -(-passkey.SHORTEST // config.block_size)
-        return tuple(multiple * factor for multiple in PASSKEY.options.multiples)
+        return tuple(length / config.block_size for length in PasskeyOptions().lengths_of(config))
 
     return Experiment(
         title=title,
