@@ -20,7 +20,8 @@ from config import Config
 from layers.formulas import formulas_hash
 from tests.runs import ROOT
 
-LSSAR = Config(attention="lssar", p=15.0)
+SOFTMAX = Config(n_layer=4, n_head=4, n_embd=96)
+LSSAR = SOFTMAX.replace(attention="lssar", p=15.0)
 HYBRID = LSSAR.replace(nope_share=0.5, local_window=256)
 
 
@@ -37,13 +38,13 @@ def edit(monkeypatch):
 def test_a_variant_that_draws_random_numbers_has_one_hash(edit):
     edit("softmax", reweight=lambda A, rows: F.dropout(A, 0.5))
     state = torch.get_rng_state()
-    assert formulas_hash(Config()) == formulas_hash(Config())
+    assert formulas_hash(SOFTMAX) == formulas_hash(SOFTMAX)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_p_n_beyond_the_training_length_counts(monkeypatch):
     """Its last value, in place of 0."""
-    config = Config(attention="ssmax_probe")
+    config = SOFTMAX.replace(attention="ssmax_probe")
     before = formulas_hash(config)
     rows = ReferenceAttention.rows
 
@@ -60,7 +61,7 @@ def test_p_n_beyond_the_training_length_counts(monkeypatch):
 def test_every_variant_has_a_hash_of_its_own():
     hashes = {}
     for name, variant in VARIANTS.items():
-        config = Config(attention=name, p=15.0 if variant.takes_p else None)
+        config = SOFTMAX.replace(attention=name, p=15.0 if variant.takes_p else None)
         hashes.setdefault(formulas_hash(config), []).append(name)
     assert [names for names in hashes.values() if len(names) > 1] == [["lssa", "lssar"]]
 
@@ -86,7 +87,7 @@ def test_every_variant_has_a_hash_of_its_own():
     ids=str,
 )
 def test_settings_of_attention_change_the_hash(settings):
-    config = Config(attention="lssa")
+    config = SOFTMAX.replace(attention="lssa")
     assert formulas_hash(config.replace(**settings)) != formulas_hash(config)
 
 
@@ -120,9 +121,9 @@ def test_other_softmax_in_the_local_heads_of_a_hybrid_is_noticed(edit):
 
 @pytest.mark.parametrize("n", [64, 100, 1000, 4000])
 def test_a_formula_that_changes_beyond_n_keys_is_noticed(edit, n):
-    before = formulas_hash(Config())
+    before = formulas_hash(SOFTMAX)
     edit("softmax", scale=lambda rows: torch.where(rows.n > n, 2.0, 1.0) * rows.d**-0.5)
-    assert formulas_hash(Config()) != before
+    assert formulas_hash(SOFTMAX) != before
 
 
 def test_other_shared_code_is_noticed(monkeypatch):
@@ -142,20 +143,20 @@ def test_a_subclass_of_attention_is_noticed(monkeypatch):
     def build_heads(config, heads, window):
         return Halved(VARIANTS[config.attention], len(heads), config.d_head)
 
-    before = formulas_hash(Config())
+    before = formulas_hash(SOFTMAX)
     monkeypatch.setattr(layers.heads, "build_heads", build_heads)
-    assert formulas_hash(Config()) != before
+    assert formulas_hash(SOFTMAX) != before
 
 
 def test_the_same_formula_in_other_words_has_the_same_hash(edit):
-    config = Config(attention="ssmax")
+    config = SOFTMAX.replace(attention="ssmax")
     before = formulas_hash(config)
     edit("ssmax", scale=lambda rows: rows.n.log() / math.sqrt(rows.d) * rows.s)
     assert formulas_hash(config) == before
 
 
 def test_initial_values_and_random_state_do_not_count():
-    config = Config(attention="ssmax_bias")
+    config = SOFTMAX.replace(attention="ssmax_bias")
     before = formulas_hash(config)
     torch.manual_seed(5)
     state = torch.get_rng_state()
@@ -164,11 +165,11 @@ def test_initial_values_and_random_state_do_not_count():
 
 
 def test_other_processors_compute_the_same_hash():
-    code = "from config import Config; from layers.formulas import formulas_hash\n"
-    code += "print(formulas_hash(Config(attention='lssar', p=15.0)))\n"
-    code += "print(formulas_hash(Config(attention='exp')))"  # whose outputs are the largest
+    code = "from layers.formulas import formulas_hash; from tests.test_formulas import *\n"
+    code += "print(formulas_hash(LSSAR))\n"
+    code += "print(formulas_hash(SOFTMAX.replace(attention='exp')))"  # has the largest outputs
     environment = os.environ | {"OMP_NUM_THREADS": "2", "ATEN_CPU_CAPABILITY": "default"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
-    hashes = [formulas_hash(LSSAR), formulas_hash(Config(attention="exp"))]
+    hashes = [formulas_hash(LSSAR), formulas_hash(SOFTMAX.replace(attention="exp"))]
     assert done.stdout.decode().split("\n")[:2] == hashes
