@@ -52,8 +52,8 @@ def first_line(error: Exception) -> str:
 def reported() -> Iterator[None]:
     """Print a UserError of the block as one sentence and exit with code 2.
 
-    Running out of memory, or of disk under the output, is reported in the same way. Ctrl-C exits
-    with 130, and a closed output pipe, as in `| head`, exits with 1.
+    Running out of disk under the output is reported in the same way, and running out of memory with
+    exit code 1. Ctrl-C exits with 130, and a closed output pipe, as in `| head`, exits with 1.
     """
     try:
         yield
@@ -61,12 +61,12 @@ def reported() -> Iterator[None]:
         exit_with(str(error))
     except MemoryError as error:
         reason = str(error) or "more than this machine has"
-        exit_with(f"not enough memory: {reason.splitlines()[0]}")
+        exit_with(f"not enough memory: {reason.splitlines()[0]}", code=1)
     except RuntimeError as error:
         # how torch words a failed allocation, on a CPU and on a GPU
         if "to allocate" not in str(error):
             raise
-        exit_with(f"not enough memory: {first_line(error)}")
+        exit_with(f"not enough memory: {first_line(error)}", code=1)
     except BrokenPipeError:
         discard_output()
         sys.exit(1)
@@ -89,6 +89,6 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def exit_with(message: str) -> NoReturn:
+def exit_with(message: str, code: int = EXIT_MISTAKE) -> NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(EXIT_MISTAKE)
+    sys.exit(code)

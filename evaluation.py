@@ -138,5 +138,5 @@ def check_windows(model: GPT, window: int) -> None:
             raise UserError(
                 f"block {number} of this model sees more than its last {window} positions, to "
                 "which --window or the control limits it: its attention must have an attribute "
-                "`window` and keep to it (--no_control leaves the control out)"
+                "`window` and keep to it (scripts.eval_length --no_control leaves the control out)"
             )

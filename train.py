@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from data.loader import Loader
 from data.shards import Identity, data_difference
-from data.tasks import TASKS, open_loader
+from data.tasks import TASKS, identity_of, open_loader
 from evaluation import mean_loss
 from layers.build import build_model
 from layers.heads import check_attention
@@ -121,7 +121,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
 
     # ---- data ----
     loader = raise_on_all_ranks(partial(open_loader, config, rank(), world_size(), device))
-    identity = loader.identity() if loader else {}  # a dry run may have no data
+    identity = identity_of(config) if loader else {}  # a dry run may have no data
     check_same_data(config, identity)
     state = None
     if config.resume:

@@ -129,9 +129,8 @@ def check_formulas(name: str, variant: Variant, n_head: int) -> None:
     check_shapes(name, variant, attention.rows(q, LENGTH, context))
     weights_of_call = call(name, attention.weights, q, k, context)
     check_weights(name, weights_of_call, (1, n_head, LENGTH, LENGTH))
-    all_weights = weights_of_call[0]  # [H, LENGTH, LENGTH]
-    if not all_weights.requires_grad:  # such as uniform weights
-        all_weights = all_weights + 0 * k.sum()
+    # weights may depend on no key, as uniform ones: 0 * k gives them a gradient
+    all_weights = weights_of_call[0] + 0 * k.sum()  # [H, LENGTH, LENGTH]
     check_gradients(name, variant, all_weights, learned)
     for row, weights in enumerate(all_weights.unbind(1), start=1):
         (gradient,) = torch.autograd.grad(weights.square().sum(), k, retain_graph=True)
@@ -174,7 +173,8 @@ def check_shapes(name: str, variant: Variant, rows: Rows) -> None:
         term = getattr(variant, field)
         if term is None:
             continue
-        shape = torch.as_tensor(call(name, term, rows, what=f"its {field}")).shape
+        value = call(name, lambda term=term: torch.as_tensor(term(rows)), what=f"its {field}")
+        shape = value.shape
         target = by_key if field == "bias" and variant.bias_per_key else by_row
         if broadcasts(shape, target):
             continue

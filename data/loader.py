@@ -22,12 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data.shards import (
-    Identity,
     Shard,
     Tokens,
     check_ids,
     has_token,
-    identity_of,
     list_shards,
     open_shards,
     read_shard,
@@ -133,10 +131,6 @@ class Loader(ABC):
         """Return a function from indices of validation sequences to x and y in host memory."""
 
     @abstractmethod
-    def identity(self) -> Identity:
-        """Return what identifies these data: a run cannot be resumed with other data."""
-
-    @abstractmethod
     def read(self, step: int) -> Batch:
         """Return x and y of a step, in host memory."""
 
@@ -172,9 +166,6 @@ class TokenLoader(Loader):
         tokens = validation_tokens(self.data_dir, max_tokens, self.vocab_size)
         sequences = sliding_window_view(tokens, T + 1)[::T]
         return lambda index: inputs_and_targets(sequences[index])
-
-    def identity(self) -> Identity:
-        return identity_of(self.data_dir)
 
     def measure_documents(self, end_of_text: int) -> Documents:
         """Count the documents of up to SAMPLED_SEQUENCES training sequences, evenly spread.

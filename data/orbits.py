@@ -144,19 +144,25 @@ def tokenise(systems: Sequence[Elements], bins: int, entries: int) -> Tokens:
     return tokens
 
 
+def source_of(planets: int) -> str:
+    count = "1 planet" if planets == 1 else f"1 to {planets} planets"
+    return f"simulated orbits of {count}"
+
+
+def identity_of(systems: int, planets: int, bins: int) -> Identity:
+    """Return what identifies simulated systems, each drawn by its index."""
+    return {"orbits": f"{source_of(planets)}, {systems} systems, {bins} bins"}
+
+
 class OrbitLoader(SimulatedLoader):
     """Batches of simulated systems, x, y being [b, block_size, 2]; an epoch sees each one once."""
 
     def __init__(self, systems: int, planets: int, bins: int, batching: Batching) -> None:
         self.planets = planets
         self.bins = bins
-        count = "1 planet" if planets == 1 else f"1 to {planets} planets"
-        self.source = f"simulated orbits of {count}"
+        self.source = source_of(planets)
         self.tokens = systems * batching.block_size
         super().__init__(systems, batching)
-
-    def identity(self) -> Identity:
-        return {"orbits": f"{self.source}, {self.n_sequences} systems, {self.bins} bins"}
 
     def _simulate(self, split: int, indices: Ints, length: int) -> Batch:
         systems = [draw(split, int(index), self.planets) for index in indices]

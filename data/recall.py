@@ -153,12 +153,6 @@ class RecallLoader(SimulatedLoader):
         self.tokens = SEQUENCES * batching.block_size
         super().__init__(SEQUENCES, batching)
 
-    def identity(self) -> Identity:
-        return {
-            "recall": f"{self.task}, ids from {self.first_id}",
-            "recall sequences": hash_sequences(self.task),
-        }
-
     def read(self, step: int) -> Batch:
         length = self.batching.block_size
         rng = np.random.default_rng([self.batching.seed, step])
@@ -173,6 +167,14 @@ class RecallLoader(SimulatedLoader):
         answers = np.stack([targets(sequence) for sequence in sequences])
         answers[answers != NO_ANSWER] += self.first_id
         return torch.from_numpy(tokens + self.first_id), torch.from_numpy(answers)
+
+
+def identity_of(task: str, first_id: int) -> Identity:
+    """Return what identifies the sequences of a task whose token ids start at `first_id`."""
+    return {
+        "recall": f"{task}, ids from {first_id}",
+        "recall sequences": hash_sequences(task),
+    }
 
 
 @cache

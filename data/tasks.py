@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from config import Config
+from data import orbits, recall, shards
 from data.aligned import AlignedLoader
 from data.loader import Batch, Batching, Ints, Loader, TokenLoader
 from data.orbits import OrbitLoader
@@ -24,6 +25,7 @@ class Task:
     """How the batches of a task are opened, and their form."""
 
     open: Callable[[Config, Batching], Loader]
+    identity: Callable[[Config], Identity]  # what identifies the data, wherever they lie
     reads_shards: bool = False  # from data_dir; otherwise sequences are made as they are needed
     varied_lengths: bool = False  # batches are shorter than block_size in some steps
 
@@ -49,6 +51,14 @@ def open_loader(config: Config, rank: int, world_size: int, device: torch.device
     return task.open(config, batching)
 
 
+def identity_of(config: Config) -> Identity:
+    """Return what identifies the data of a config: a run cannot be resumed with other data.
+
+    Raises UserError if it has no shards, and needs them.
+    """
+    return TASKS[config.task].identity(config)
+
+
 def check_vocabulary(config: Config) -> None:
     """Raise UserError if the tokenizer has ids that the model does not have, as in prompts."""
     ids = count_ids(config.tokenizer)
@@ -72,18 +82,32 @@ def open_text(config: Config, batching: Batching) -> TokenLoader:
     return loader
 
 
+def identity_of_text(config: Config) -> Identity:
+    return shards.identity_of(config.data_dir)
+
+
 def open_orbits(config: Config, batching: Batching) -> OrbitLoader:
     return OrbitLoader(config.systems, config.planets, config.bins, batching)
+
+
+def identity_of_orbits(config: Config) -> Identity:
+    return orbits.identity_of(config.systems, config.planets, config.bins)
 
 
 def open_recall(config: Config, batching: Batching) -> RecallLoader:
     return RecallLoader(config.recall, batching, first_id=config.text_ids)
 
 
+def identity_of_recall(config: Config) -> Identity:
+    return recall.identity_of(config.recall, first_id=config.text_ids)
+
+
 def open_text_and_recall(config: Config, batching: Batching) -> "AlternatingLoader":
-    text = open_text(config, batching)
-    recall = open_recall(config, batching)
-    return AlternatingLoader(text, recall)
+    return AlternatingLoader(open_text(config, batching), open_recall(config, batching))
+
+
+def identity_of_text_and_recall(config: Config) -> Identity:
+    return identity_of_text(config) | identity_of_recall(config)
 
 
 class AlternatingLoader(Loader):
@@ -106,9 +130,6 @@ class AlternatingLoader(Loader):
     def open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
         return self.text.open_validation(max_tokens)
 
-    def identity(self) -> Identity:
-        return self.text.identity() | self.recall.identity()
-
     def read(self, step: int) -> Batch:
         loader = self.recall if step % 2 else self.text
         return loader.read(step // 2)
@@ -116,8 +137,13 @@ class AlternatingLoader(Loader):
 
 # One entry for each value of the setting `task`.
 TASKS = {
-    "language": Task(open_text, reads_shards=True),
-    "orbits": Task(open_orbits),
-    "recall": Task(open_recall, varied_lengths=True),
-    "language+recall": Task(open_text_and_recall, reads_shards=True, varied_lengths=True),
+    "language": Task(open_text, identity_of_text, reads_shards=True),
+    "orbits": Task(open_orbits, identity_of_orbits),
+    "recall": Task(open_recall, identity_of_recall, varied_lengths=True),
+    "language+recall": Task(
+        open_text_and_recall,
+        identity_of_text_and_recall,
+        reads_shards=True,
+        varied_lengths=True,
+    ),
 }

@@ -198,14 +198,18 @@ class Saver:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An intact checkpoint's file."""
+    """An intact checkpoint's file, as it was at a time: training replaces best.pt."""
 
     path: Path
+    modified_ns: int
 
     @functools.cached_property  # it reads the whole file
     def id(self) -> dict[str, Any]:
         """The step and sha256, which identify the weights in results."""
         return {"step": load(self.path).step, "sha256": sha256_of(self.path)}
+
+    def was_replaced(self) -> bool:
+        return not self.path.exists() or self.path.stat().st_mtime_ns != self.modified_ns
 
 
 def find(run: str | Path, quiet: bool = False) -> Checkpoint:
@@ -220,9 +224,10 @@ def find(run: str | Path, quiet: bool = False) -> Checkpoint:
     for path in files:
         try:
             return open_intact(path, path.stat().st_mtime_ns)
-        except (OSError, MemoryError) as error:  # a run that went on without it would delete it
-            raise UserError(f"{path}: cannot be read now: {first_line(error)}") from error
         except Exception as error:  # zipfile raises many types for damaged files
+            cause = error.__cause__ or error
+            if isinstance(cause, OSError | MemoryError):  # without it, a run would delete it
+                raise UserError(f"{path}: cannot be read now: {first_line(cause)}") from error
             if not quiet:
                 print(f"warning: {path} is damaged: {first_line(error)}", file=sys.stderr)
     if files:
@@ -238,7 +243,7 @@ def open_intact(path: Path, modified_ns: int) -> Checkpoint:
     if damaged_entry is not None:
         raise UserError(f"the checksum of {damaged_entry} in it is wrong")
     load(path)  # raises if it is no checkpoint
-    return Checkpoint(path)
+    return Checkpoint(path, modified_ns)
 
 
 def load(path: Path) -> State:

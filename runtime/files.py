@@ -201,10 +201,10 @@ def lock_folder(folder: Path, doing: str) -> Iterator[None]:
                 delete_abandoned(temporary)
             yield
         finally:
-            if created and [file.name for file in folder.iterdir()] == [LOCK]:
-                shutil.rmtree(folder)
-                for parent in created[1:]:
-                    with suppress(OSError):  # another process has put a folder there
+            with suppress(OSError):  # as where another process has put something there
+                if created and [file.name for file in folder.iterdir()] == [LOCK]:
+                    shutil.rmtree(folder)
+                    for parent in created[1:]:
                         parent.rmdir()
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from config import Config
-from data.shards import Identity, data_difference, identity_of
+from data.shards import Identity, data_difference
+from data.tasks import TASKS, identity_of
 from data.tokenizer import copy_tokenizer
 from errors import UserError
 from layers.formulas import formulas_hash
@@ -50,23 +51,32 @@ def formulas_difference(run: Path, config: Config) -> str | None:
     return None
 
 
-def shards_difference(run: Path, config: Config) -> str | None:
-    """If the shards in data_dir have changed since a run began, return what it used; else None.
+def data_difference_of(run: Path, config: Config) -> str | None:
+    """If a run began with data that differ from this config's, return what differs; else None.
 
-    Also None if the run recorded no shards, or if data_dir is missing or incomplete, which its
-    reader reports.
+    Also None if the run recorded none, or if data_dir is missing or incomplete, which its reader
+    reports.
     """
     before = read_start_record(run).data
-    if "training shards" not in before:
+    if not before:
         return None
     try:
-        now = identity_of(config.data_dir)
+        now = identity_of(config)
     except UserError:
         return None
     changed = data_difference(before, now)
-    if changed is not None:
-        return f"{changed} that differ from {config.data_dir}"
-    return None
+    if changed is None:
+        return None
+    source = config.data_dir if TASKS[config.task].reads_shards else "this code's"
+    return f"{changed} that differ from {source}"
+
+
+def init_from_difference(run: Path, init_from: str) -> str | None:
+    """If a run did not begin with the weights of `init_from`, return what it began with."""
+    began = saved_init_from(run)
+    if Path(began).resolve() == Path(init_from).resolve():
+        return None
+    return f"--init_from={began}" if began else "random weights"
 
 
 def write_run_metadata(run: Path, config: Config, facts: dict, training: Training) -> None:

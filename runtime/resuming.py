@@ -18,7 +18,7 @@ from runtime.checkpoint import (
 from runtime.config_files import check_saved_keys, format_value
 from runtime.distributed import rank
 from runtime.files import read_json
-from runtime.metadata import formulas_difference, saved_init_from
+from runtime.metadata import formulas_difference, init_from_difference
 from runtime.run_folder import checkpoints, no_checkpoint
 
 
@@ -51,11 +51,10 @@ def should_resume(run: Path, resume: bool | str) -> bool:
 
 def check_init_from(run: Path, init_from: str) -> None:
     """Raise UserError if a run that is resumed began with weights that differ from `init_from`."""
-    began = saved_init_from(run)
-    if init_from and Path(init_from).resolve() != Path(began).resolve():
-        weights = f"--init_from={began}" if began else "random weights"
+    began = init_from_difference(run, init_from) if init_from else None
+    if began is not None:
         raise UserError(
-            f"{run} began with {weights}, not with --init_from={init_from}: leave it out to resume "
+            f"{run} began with {began}, not with --init_from={init_from}: leave it out to resume "
             "the run, or give another --out_dir"
         )
 

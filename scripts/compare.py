@@ -70,7 +70,7 @@ COMPARABLE = {*settings_in("attention", "model", "optimisation")} - {
     "first_batch",
     "seed",
 }
-FIXED = (*settings_in("data"), "block_size")
+FIXED = (*settings_in("data"), "block_size", "first_batch")
 # How the run of CONFIG.py:VIEW may be evaluated.
 FILE_VIEWS = ("linear", "ntk", "dynamic_ntk", "yarn", "ntk16", "plain_rope", "adaptive_temperature")
 NOTHING = "nothing to compare: give two configs, or a setting two values: --p=3,5"
@@ -190,7 +190,10 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
 
 
 def parse_entry(text: str) -> Entry:
-    """Return the entry of CONFIG.py or CONFIG.py:VIEW. Raises UserError for an unknown view."""
+    """Return the entry of CONFIG.py or CONFIG.py:VIEW.
+
+    Raises UserError for an unknown view, and for the folder of a run.
+    """
     path = text
     view = ""
     if ".py:" in text:
@@ -198,6 +201,11 @@ def parse_entry(text: str) -> Entry:
         if view not in FILE_VIEWS:
             raise UserError(f"{text}: {view!r} must be one of {', '.join(FILE_VIEWS)}")
     file = Path(path)
+    if file.is_dir():
+        raise UserError(
+            f"{text} is a folder; this trains config files. To compare finished runs: "
+            f"python -m scripts.eval_length {text} RUN"
+        )
     return Entry(file.stem, file, view=view)
 
 

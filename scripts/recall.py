@@ -30,7 +30,16 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from config import Config, PositiveInt
-from data.recall import EVALUATION, MQAR_KEYS, PAIRS, SHORTEST, Drawn, chance, draw
+from data.recall import (
+    EVALUATION,
+    MQAR_KEYS,
+    PAIRS,
+    SHORTEST,
+    Drawn,
+    chance,
+    draw,
+    hash_sequences,
+)
 from errors import UserError
 from scripts.common.command_line import option
 from scripts.common.labels import title_of
@@ -103,6 +112,7 @@ def identify(options: RecallOptions, config: Config) -> dict:
         "answers": options.answers,
         "proportional": options.proportional,
         "recall": config.recall,
+        "recall sequences": hash_sequences(config.recall),
     }
 
 

@@ -574,6 +574,13 @@ GRADIENTS_AT_MASKED_KEYS = {
     "uniform": Variant(
         attention.EXP, row_weights=lambda z, rows: torch.where(z.isfinite(), 1 / rows.n, 0.0)
     ),
+    "no query or key counts": Variant(
+        attention.EXP,
+        row_weights=lambda z, rows: torch.softmax(
+            torch.where(z.isfinite(), -rows.s * rows.distance(), -torch.inf), dim=-1
+        ),
+        learnable=("s",),
+    ),
     "bias with s": Variant(
         attention.EXP,
         bias=lambda rows: -rows.s * rows.distance().log1p(),
@@ -640,6 +647,10 @@ REFUSED = [
     (
         Variant(attention.EXP, scale=lambda rows: math.log(rows.n)),
         r"own: its scale fails.*rows\.n\.log\(\), not math\.log",
+    ),
+    (
+        Variant(attention.EXP, scale=lambda rows: None),
+        "own: its scale fails: ",
     ),
     (
         Variant(attention.EXP, scale=0.5),

@@ -221,17 +221,18 @@ def test_a_failed_write_costs_one_checkpoint(tmp_path, monkeypatch, capsys):
     assert checkpoint_names(tmp_path) == ["step_000002.pt"]
 
 
+@pytest.mark.parametrize("reader", ["zipfile.ZipFile.testzip", "torch.load"])
 def test_a_checkpoint_that_cannot_be_read_for_a_while_is_not_taken_for_damaged(
-    train, monkeypatch, refused
+    train, monkeypatch, refused, reader
 ):
     """A run that went on from the one before it would delete it."""
     folder = train("run")
     before = checkpoint_names(folder)
 
-    def fail(archive):
+    def fail(*arguments, **options):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(checkpoint.zipfile.ZipFile, "testzip", fail)
+    monkeypatch.setattr(reader, fail)
     checkpoint.open_intact.cache_clear()
     says = "step_000006.pt: cannot be read now: [Errno 5] Input/output"
     refused(train, "run", "--resume", "--max_iters=7", says=says)

@@ -262,6 +262,49 @@ def test_a_config_file_that_is_edited_while_another_run_trains_is_noticed(
     assert len(commands) == 2
 
 
+def test_a_config_file_that_is_edited_after_its_run_is_measured_as_it_was(
+    compared, mine, monkeypatch
+):
+    call = planned.call
+
+    def call_and_break(command):
+        code = call(command)
+        if mine in command:
+            with open(mine, "a") as file:
+                file.write("n_head =\n")
+        return code
+
+    monkeypatch.setattr(planned, "call", call_and_break)
+    folder = compared(SOFTMAX, mine, "--lengths=16")
+    assert list(read_table(folder)["rows"]) == ["softmax", "mine"]
+
+
+def test_a_run_with_other_initial_weights_is_not_taken(compared, mine, tmp_path, refused):
+    compared(SOFTMAX, mine, "--lengths=16")
+    base = tmp_path / "out/small/softmax/seed1337"
+    with open(mine, "a") as file:
+        file.write(f"init_from = {str(base)!r}\nn_layer = 2\n")
+    with open(mine) as file:
+        text = file.read()
+    tmp_path.joinpath("mine.py").write_text(text.replace("n_layer = 1\n", ""))
+    shutil.rmtree(tmp_path / "out/small/mine")
+    compared(SOFTMAX, mine, "--lengths=16")
+    tmp_path.joinpath("mine.py").write_text("attention = 'ssmax'\n")
+    says = f"mine/seed1337 was trained with --init_from={base} at first, not with init_from = ''"
+    refused(compared, SOFTMAX, mine, "--lengths=16", says=says)
+
+
+def test_a_run_on_other_recall_sequences_is_not_paired(
+    compared, mine, recall_scale, monkeypatch, refused
+):
+    """As of an edited task."""
+    arguments = (f"--scale={recall_scale}", "--lengths=64")
+    compared(SOFTMAX, mine, *arguments)
+    monkeypatch.setattr("data.recall.hash_sequences", lambda task: "other")
+    says = "softmax/seed1337 was trained with recall sequences that differ from this code's"
+    refused(compared, SOFTMAX, mine, *arguments, says=says)
+
+
 def test_a_seed_in_a_config_file_is_refused(compared, commands, mine, refused):
     with open(mine, "a") as file:
         file.write("seed = 7\n")
@@ -310,6 +353,7 @@ def test_other_tasks(compared, tmp_path, refused, task, settings, unit):
         ([SOFTMAX, "--first_batch=0,8"], ["--first_batch: entries cannot differ in it"]),
         ([SOFTMAX, "--document_mask=True,False"], ["--document_mask: entries cannot differ in it"]),
         ([SOFTMAX, TINY], ["it has val_tokens = 65536, not the scale's 256"]),
+        ([SOFTMAX, str(CONFIGS)], [f"{CONFIGS} is a folder", "python -m scripts.eval_length"]),
         ([SOFTMAX, LSSAR, "--scale=recal/tiny"], ["did you mean recall/tiny?", "orbits/tiny"]),
         ([SOFTMAX, LSSAR, "--seeds=0"], ["--seeds 0 must be at least 1"]),
         (
@@ -368,7 +412,7 @@ def commit(tmp_path, monkeypatch):
             "columns": report.column_names(experiment, scale.config),
             "multiples": list(LENGTHS),
             "rows": rows,
-            "conditions": beside.conditions(scale),
+            "conditions": beside.conditions(scale, ()),
         }
         folder = tmp_path / "results/small/committed"
         folder.mkdir(parents=True)
@@ -470,6 +514,10 @@ def test_the_rank_of_an_entry_among_committed_rows():
             "was measured with answers = 9, not 512",
         ),
         (lambda t: t.update(unit="nats"), "has nats, not answers that are right (%)"),
+        (
+            lambda t: t["conditions"].update(differing=["document_mask", "learning_rate"]),
+            "has entries that differ in document_mask, learning_rate",
+        ),
     ],
 )
 def test_results_of_another_experiment_are_not_shown(

@@ -16,8 +16,8 @@ TOO_LARGE = "you tried to allocate 4 bytes"
     "error, code, sentence",
     [
         (UserError("p = 0 must be at least 1"), 2, "error: p = 0 must be at least 1"),
-        (MemoryError(), 2, "error: not enough memory: more than this machine has"),
-        (RuntimeError(f"{TOO_LARGE}\nmore"), 2, f"error: not enough memory: {TOO_LARGE}"),
+        (MemoryError(), 1, "error: not enough memory: more than this machine has"),
+        (RuntimeError(f"{TOO_LARGE}\nmore"), 1, f"error: not enough memory: {TOO_LARGE}"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

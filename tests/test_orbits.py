@@ -7,10 +7,12 @@ import pytest
 from scipy import stats
 from scipy.integrate import solve_ivp
 
+from config import Config
 from data import orbits
 from data.loader import Batching
 from data.orbits import G, OrbitLoader, draw, draw_pair, kepler, positions
 from data.simulated import TRAINING
+from data.tasks import identity_of
 from errors import UserError
 
 MANY = [draw(5, index, 10) for index in range(3000)]
@@ -203,9 +205,9 @@ def open_loader(systems=40, **more):
 
 def test_what_tells_systems_apart():
     identity = {"orbits": "simulated orbits of 1 to 2 planets, 40 systems, 500 bins"}
-    assert open_loader().identity() == identity
-    assert open_loader(rank=1, world_size=4).identity() == identity
-    assert open_loader(systems=41).identity() != identity
+    config = Config(task="orbits", tie_embeddings=False, systems=40, planets=2, bins=500)
+    assert identity_of(config) == identity
+    assert identity_of(config.replace(systems=41)) != identity
 
 
 def contents(batches):

@@ -304,11 +304,11 @@ def test_an_entry_called_as_a_config_is_this_config(monkeypatch, tmp_path):
         with_p("lssar", 3),
         with_p("softmax", 15),
     ):
-        assert scale.run(entry, 1337).config == scale.run(config_entry(entry.run), 1337).config
+        assert scale.plan(entry, 1337).config == scale.plan(config_entry(entry.run), 1337).config
     (tmp_path / "edited.py").write_text("nope_share = 0.5\nlocal_window = 128\n")
     monkeypatch.setitem(FILES, "hybrid", tmp_path / "edited.py")
     for entry in (config_entry("hybrid"), hybrid("ssmax")):
-        assert scale.run(entry, 1337).config.local_window == 128 * 128 // 1024
+        assert scale.plan(entry, 1337).config.local_window == 128 * 128 // 1024
 
 
 def test_a_run_takes_as_many_gpus_as_divide_its_batch(monkeypatch):

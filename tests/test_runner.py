@@ -186,6 +186,25 @@ def test_a_run_that_saves_while_it_is_measured(tmp_path, shards):
     assert found["step"] == found["control"]["step"] == 7
 
 
+def test_weights_that_are_replaced_meanwhile_are_not_measured(tmp_path, shards):
+    """As best.pt is while a run trains: the control would be measured with other weights."""
+    run = saved_run(
+        tmp_path / "run", build_model(small_config("softmax.py", f"--data_dir={shards}"))
+    )
+    best = (run / "step_000007.pt").rename(run / "best.pt")
+
+    def replace_too(options, opened, chunk):
+        other = best.with_suffix(".new")
+        torch.save(torch.load(best) | {"step": 9}, other)
+        other.replace(best)
+        return eval_length.measure(options, opened, chunk)
+
+    evaluation = replace(eval_length.EVAL_LENGTH, measure=replace_too)
+    options = eval_length.LossOptions(lengths=(32,), tokens=64)
+    with pytest.raises(UserError, match=f"{best} was replaced meanwhile"):
+        runner.measure_or_load(evaluation, options, str(best))
+
+
 def test_a_command_reads_a_checkpoint_once(run, call, pictures, monkeypatch):
     """A run and its control: the first command measures them, the second finds them."""
     find = checkpoint.find

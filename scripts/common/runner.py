@@ -145,6 +145,8 @@ class Evaluation(Generic[OptionsType]):
 
 def check_evaluation(evaluation: Evaluation, options: EvaluationOptions, trained: Config) -> None:
     """Raise UserError, before a run with this config is trained, if it cannot be measured."""
+    code_hash(evaluation)  # before anybody edits the code, which this process has loaded
+    environment_at_start(options.device)
     check_opening(options, trained)
     identity(evaluation, options, options.apply_to(trained))  # last, as it may take a download
 
@@ -183,6 +185,11 @@ def code_hash(evaluation: Evaluation) -> str:
 def hash_code(file: Path) -> str:
     code = ast.unparse(ast.parse(file.read_bytes()))
     return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+@functools.cache  # as hash_code
+def environment_at_start(device: str) -> dict[str, Any]:
+    return environment(device)
 
 
 # ---- measuring a run once ----
@@ -235,6 +242,7 @@ def measure_missing(
     facts = run.facts | identity(evaluation, options, run.config)
     chunks = evaluation.chunks(options, run.config)
     code = code_hash(evaluation)
+    made = environment_at_start(options.device)
     known = find_measurement(read_measurements(file), facts).get("parts", {})
     missing = [name for name in chunks if options.again or name not in known]
     label = f"{run.path}: {evaluation.name}"
@@ -242,7 +250,7 @@ def measure_missing(
         label += f", window {options.window}"
     for name in tqdm(missing, label, unit="chunk"):
         values = evaluation.measure(options, run, chunks[name])
-        store(file, facts, name, values, code, environment(options.device))
+        store(file, facts, name, values, code, made)
 
 
 def load_stored(

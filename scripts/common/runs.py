@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from config import Config
+from errors import UserError
 from evaluation import check_windows, rope_sees_beyond
 from layers.build import build_model
 from layers.formulas import formulas_hash
@@ -98,6 +99,11 @@ def load_trained(
     model.scale_rope(scaling, options.rope_factor, options.rope_theta)
     model.scale_scores(options.log_base)
     checkpoint.copy_weights(model, checkpoint.load(weights.path), weights.path)
+    if weights.was_replaced():
+        raise UserError(
+            f"{weights.path} was replaced meanwhile, as best.pt is while a run trains: repeat the "
+            "command"
+        )
     if options.window is not None and options.window <= config.block_size:  # as of a control
         with autocast(device, options.torch_dtype):
             check_windows(model, options.window)
@@ -105,7 +111,7 @@ def load_trained(
     edited = metadata.formulas_difference(folder, trained)
     if edited:
         print(f"warning: {path} was trained with {edited}", file=sys.stderr)
-    changed = metadata.shards_difference(folder, trained)
+    changed = metadata.data_difference_of(folder, trained)
     if changed:
         print(f"warning: {path} was trained on {changed}", file=sys.stderr)
     return model, run_facts(trained, weights, options, model)

@@ -1,45 +1,62 @@
 """Committed results beside a comparison's entries, if they come from the same experiment.
 
 table.json records the conditions of its runs: the settings of the scale that affect what a run
-learns, and the identity of the data (for recall, a hash of its sequences). Committed rows are shown
-only if these are the same, if no entry trains in another way than the scale does, and if each run
-was measured in the same way.
+learns, the identity of the data (for recall, a hash of its sequences), and in which settings of
+their training its entries differ from the scale. Committed rows are shown only if the first two are
+the same, if neither their entries nor the new ones train in another way than the scale does, and if
+each run was measured in the same way.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from config import LEARNED, ROOT, Config, settings_in
-from data.tasks import open_loader
+from data.tasks import identity_of
 from errors import UserError
 from runtime.checkpoint import settings_of
 from runtime.files import read_json
 from scripts.common.runner import identity
 from scripts.common.tables import summarise
-from scripts.reproduce.entries import FIRST_SEED, Scale
+from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
 from scripts.reproduce.kinds import GAIN
 from scripts.reproduce.measure import Experiment, up_to_16x
-from scripts.reproduce.pictures import has_both_losses
 
-# How weights are trained, which the entries of a comparison may change.
-TRAINING = tuple(key for key in settings_in("optimisation") if key != "seed")
-# What identifies the text of a run in its measurements, but not in a table's.
-NOT_RECORDED = ("data_dir", "val_sha256", "tokenizer")
+# How weights are trained, which the entries of a table may change.
+TRAINING = (
+    *(key for key in settings_in("optimisation") if key != "seed"),
+    "init_from",
+    "document_mask",
+    "align_documents",
+)
+# What identifies the data of a run in its measurements; a table's conditions have hashes of them.
+NOT_RECORDED = ("data_dir", "val_sha256", "tokenizer", "recall sequences")
 
 
-def conditions(scale: Scale) -> dict:
+def conditions(scale: Scale, entries: Sequence[Entry]) -> dict:
     """Return what decides whether the runs of two tables can be compared.
 
     Raises UserError if the scale's data are missing.
     """
     config = scale.config
     settings = settings_of(config)
-    loader = open_loader(config, 0, 1, torch.device("cpu"))
     return {
         "settings": {key: settings[key] for key in LEARNED if key not in ("seed", "data_dir")},
-        "data": loader.identity() if loader else {},
+        "data": identity_of(config),
+        "differing": sorted({key for key, _, _ in trainings(scale, entries)}),
     }
+
+
+def trainings(scale: Scale, entries: Sequence[Entry]) -> Iterator[tuple[str, Any, Entry]]:
+    """Yield each setting of the training that an entry changes, its value, and the entry."""
+    for entry in entries:
+        with suppress(UserError):  # as a quarter of two heads, which is not trained either
+            config = scale.run(entry, FIRST_SEED).config
+            for key in TRAINING:
+                value = getattr(config, key)
+                if value != getattr(scale.config, key):
+                    yield key, value, entry
 
 
 def find(scale: Scale, experiment: Experiment) -> tuple[dict | None, str]:
@@ -95,7 +112,9 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
     before = table.get("conditions")
     if before is None:
         return "does not record its settings and data"
-    now = conditions(scale)
+    if before.get("differing"):
+        return f"has entries that differ in {', '.join(before['differing'])}"
+    now = conditions(scale, ())
     for key, value in now["settings"].items():
         other = before["settings"].get(key, getattr(Config, key))  # of a setting that came later
         if other != value:
@@ -103,17 +122,11 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
     for name, value in now["data"].items():
         if name != "text" and before["data"].get(name) != value:  # not every folder has `text`
             return f"was trained on other {name}, by their hash"
-    for entry in experiment.entries:
-        config = scale.run(entry, FIRST_SEED).config
-        for key in TRAINING:
-            expected = getattr(scale.config, key)
-            value = getattr(config, key)
-            if value != expected:
-                return f"was trained with {key} = {expected!r}, not {value!r} as {entry.name}"
+    for key, value, entry in trainings(scale, experiment.entries):
+        expected = getattr(scale.config, key)
+        return f"was trained with {key} = {expected!r}, not {value!r} as {entry.name}"
     options = experiment.options(scale.config)
     measured = identity(experiment.evaluation, options, options.apply_to(scale.config))
-    if has_both_losses(table):
-        return "has runs with document_mask and without"
     length = scale.config.block_size
     for row in table["rows"].values():
         for run in row["runs"]:

@@ -227,13 +227,24 @@ class Scale:
     name: str
     arguments: tuple[str, ...]
     out: Path
+    planned: dict[tuple[str, int], PlannedRun] = field(default_factory=dict, compare=False)
 
     @cached_property
     def config(self) -> Config:
         return load_config([*self.arguments])
 
     def run(self, entry: Entry, seed: int) -> PlannedRun:
-        """Plan the run of an entry. Raises UserError if its settings contradict the scale's."""
+        """Return the plan of an entry's run, which is made once.
+
+        So a config file that is edited while a command trains changes nothing in its table. Raises
+        UserError if the entry's settings contradict the scale's.
+        """
+        key = (entry.run, seed)
+        if key not in self.planned:
+            self.planned[key] = self.plan(entry, seed)
+        return self.planned[key]
+
+    def plan(self, entry: Entry, seed: int) -> PlannedRun:
         files = [str(entry.file)]
         sizes = CONFIGS / f"scales/t6/{self.name}.py"
         if entry.file.resolve() in T6 and sizes.is_file():

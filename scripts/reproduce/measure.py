@@ -137,12 +137,16 @@ class Work:
                             f"`python train.py --resume {run.folder}` trains on from step "
                             f"{measured['step']}"
                         )
-            except RuntimeError as error:  # such as a GPU's memory, which other runs may not need
+            except (RuntimeError, UserError) as error:  # other runs may not need a GPU's memory
                 failures.append(f"{run.folder} cannot be evaluated: {first_line(error)}")
         return failures
 
     def results(self, entry: Entry) -> list[dict]:
-        """Return the measured runs of an entry, one for each seed, as table.json has them."""
+        """Return the measured runs of an entry, one for each seed, as table.json has them.
+
+        Runs that cannot be built at this scale, such as a quarter of two heads, or cannot be read,
+        such as runs of an older version, are left out: a run that was chosen has been reported.
+        """
         if self.experiment.compute:
             values, curves = self.experiment.compute(entry)
             return [
@@ -156,12 +160,9 @@ class Work:
         results = []
         for seed in self.seeds:
             try:
-                run = self.scale.run(entry, seed)
+                result = self.result(entry, self.scale.run(entry, seed))
             except UserError:
-                # an entry that was not chosen and cannot be built at this scale, such as a quarter
-                # of two heads
-                return []
-            result = self.result(entry, run)
+                continue
             if result is not None:
                 results.append(result)
         return results

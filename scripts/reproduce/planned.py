@@ -88,7 +88,7 @@ class PlannedRun:
         saved = comparable(run_folder.read_config(self.folder))
         planned = comparable(self.config)
         began = metadata.read_start_record(self.folder)
-        # the same data may lie in several folders: shards_difference compares them
+        # the same data may lie in several folders: data_difference_of compares them
         compares_data = bool(began.data) and Path(self.config.data_dir).exists()
         for key in LEARNED:
             if saved[key] != planned[key] and not (key == "data_dir" and compares_data):
@@ -101,8 +101,10 @@ class PlannedRun:
         if self.base is not None:
             if self.base.step is None or began.began_with != checkpoint.find(self.base.folder).id:
                 return f"initial weights that differ from {self.base.folder}"
-        shards = metadata.shards_difference(self.folder, self.config)
-        return shards or metadata.formulas_difference(self.folder, self.config)
+        elif initial := metadata.init_from_difference(self.folder, self.config.init_from):
+            return f"{initial} at first, not with init_from = {self.config.init_from!r}"
+        data = metadata.data_difference_of(self.folder, self.config)
+        return data or metadata.formulas_difference(self.folder, self.config)
 
 
 def comparable(config: Config) -> dict:

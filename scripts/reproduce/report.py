@@ -163,7 +163,7 @@ def build_table(work: Work, failures: list[str]) -> dict:
         "failures": failures,
     }
     if not experiment.compute:
-        table["conditions"] = beside.conditions(work.scale)
+        table["conditions"] = beside.conditions(work.scale, experiment.entries)
     if experiment.beside is not None:
         table["beside"] = beside.with_columns(experiment.beside, table)
     sentences = caption(table, work)
