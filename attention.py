@@ -7,20 +7,22 @@ of size d, query i (counted from 1) sees n_i keys, the last of them at its own p
     normalise   A_ij = phi(z_ij) / norm_i, i - n_i < j <= i    stage 1
     re-weight   A_ij <- relu(n_i A_ij - o_i)^p, then l1        stage 2, if p is set
 
-q and k are at unit length if the variant says `l2_normalise`. norm_i is the row's l1 norm or a
-function of n_i. A variant may have another stage 2, its `reweight`. Where a weight depends on the
-whole row, `row_weights` replaces phi, norm and stage 2.
+q and k are at unit length if the variant says `l2_normalise`. norm_i is the row's l1 norm (the sum
+of |phi|), or a function of n_i, T and learned scalars. A variant may have another stage 2, its
+`reweight`. Where a weight depends on the whole row, `row_weights` replaces phi, norm and stage 2.
 
 o_i is 0 for n_i <= 3 and in a row of equal weights, else 1 (LSSAR, Algorithm 1). n_i is i or, with
 a window of W keys, min(i, W). With `document_mask` i counts from the first token of the query's
 document. The papers have no windows and no document masks: every n in their formulas is read as
-n_i. L is always the training length (block_size), also where a longer text is evaluated.
+n_i. T is the training length (block_size), also where a longer text is evaluated; L is the length
+of a call, and B its batch size.
 
 Any variant takes these settings of a layer, but a sink needs l1 and a phi that is never negative
 and positive at 0. They apply in this order:
 
     softcap     x = scale_i q_i . k_j becomes c tanh(x / c)                            (Gemma 2)
-    ALiBi       z_ij gets -slope_h (i - j), slope_h = 2^(-8 h / H), h from 1           (Press 2021)
+    ALiBi       z_ij gets -slope_h (i - j), slope_h = 2^(-8 h / H), h = 1 .. H         (Press 2021)
+                over the H heads that have ALiBi
     forget      z_ij gets log f_(j+1) + .. + log f_i, gates from the layer's input     (FoX)
     sink        one more key, whose value is 0 and whose score is 0 or a learned logit of the head:
                 softmax's denominator gets 1 (off by one) or e^logit (gpt-oss)
@@ -49,8 +51,9 @@ DEAD = 1e-30
 # A row is tied if its largest n A - 1 is at most this: its weights are equal up to rounding, and
 # re-weighting would let rounding errors pick the winner.
 TIED = 16 * torch.finfo(torch.float32).eps
-# Steps of Newton's method for sparsemax, half as many for 1.5-entmax. Rows of up to 16,384 keys,
-# drawn from twelve distributions at seven scales, took at most 11 and 7.
+# Steps of Newton's method between the first and the last one: this many for sparsemax, half for
+# 1.5-entmax. Rows of up to 16,384 keys, drawn from twelve distributions at seven scales, took at
+# most 11 and 7.
 NEWTON_STEPS = 16
 # tau of scale-invariant attention in tokens: the best of 0.01 to 100 in its paper.
 LOCAL_TOKENS = 10.0
@@ -107,6 +110,7 @@ GELU = Phi(gelu, zero=0.0, signed=True, kernel="gelu")
 MISH = Phi(F.mish, zero=0.0, signed=True, kernel="mish")
 IDENTITY = Phi(identity, zero=0.0, signed=True, kernel="identity")
 EXPM1 = Phi(torch.expm1, zero=0.0, signed=True, kernel="softpick")
+NO_PHI = Phi(torch.exp)  # of variants with row_weights, which replaces phi
 
 
 @dataclass
@@ -123,10 +127,10 @@ class Rows:
     head: Tensor  # [H, 1, 1] counted from 0, in a hybrid among heads with the same attention
     window: int | None
     d: int  # head size
-    L: int  # the training length
+    T: int  # the training length
     p: float | None
-    # computes stage 2: normalised_power, or a faster equivalent (attention_paths.power)
-    normalised_power: Callable[[Tensor, Tensor, float], Tensor]
+    # normalised_power or, on a CPU, a faster equivalent (attention_paths.power)
+    power_then_l1: Callable[[Tensor, Tensor, float], Tensor]
     document_positions: Tensor | None = None  # [B, 1, Lq, 1] of each row within its document
     score_scale: float | Tensor = 1.0  # multiplies scores: the square of YaRN's attention factor
     softcap: float | None = None
@@ -178,7 +182,7 @@ def relu_power(A: Tensor, rows: Rows) -> Tensor:
     top = top - offset.detach()
     top = top.masked_fill(total <= DEAD, 0)
     # A - offset would negate a matrix in the backward pass
-    return rows.normalised_power(A + offset.neg(), top, rows.p)
+    return rows.power_then_l1(A + offset.neg(), top, rows.p)
 
 
 def inverse_sqrt_d(rows: Rows) -> float:
@@ -193,13 +197,13 @@ class Variant:
     [B, H, Lq, Lk].
     """
 
-    phi: Phi  # unused with row_weights, except that EXPM1 selects softpick's kernel
+    phi: Phi
     scale: RowTerm = inverse_sqrt_d
     bias: RowTerm | None = None
     bias_per_key: bool = False  # its bias differs between the keys of a row: no fused kernel has it
     norm: RowTerm | None = None  # None: l1
     l2_normalise: bool = False  # q and k are scaled to unit length first
-    bounded: bool = False  # scores never get so low that phi underflows for a whole row
+    bounded: bool = False  # phi neither overflows nor underflows for a whole row: it needs no shift
     learnable: tuple[str, ...] = ()  # any of s and b (one per head) and p_n (shared by all layers)
     # row inputs, any of u and w, which each head computes linearly from the layer's input
     from_input: tuple[str, ...] = ()
@@ -253,9 +257,9 @@ def log_n(rows: Rows) -> Tensor:
     return rows.n.log() * rows.d**-0.5
 
 
-def log_n_over_log_L(rows: Rows) -> Tensor:
-    log_L = math.log(max(rows.L, 2))
-    return rows.n.log() / log_L * rows.d**-0.5
+def log_n_over_log_T(rows: Rows) -> Tensor:
+    log_T = math.log(max(rows.T, 2))
+    return rows.n.log() / log_T * rows.d**-0.5
 
 
 def log_d_log_n(rows: Rows) -> Tensor:
@@ -292,8 +296,8 @@ def minus_log_n(rows: Rows) -> Tensor:
     return -rows.n.log()
 
 
-def minus_log_L(rows: Rows) -> float:
-    return -math.log(rows.L)
+def minus_log_T(rows: Rows) -> float:
+    return -math.log(rows.T)
 
 
 def unnormalised(rows: Rows) -> float:
@@ -301,7 +305,7 @@ def unnormalised(rows: Rows) -> float:
 
 
 def training_length(rows: Rows) -> float:
-    return rows.L
+    return rows.T
 
 
 def sqrt_half_n(rows: Rows) -> Tensor:
@@ -351,9 +355,9 @@ def softpick(z: Tensor, rows: Rows) -> Tensor:
 def entmax(z: Tensor, power: int) -> Tensor:
     """Compute relu(z / power - tau)^power, with the tau of each row for which it sums to 1.
 
-    A power of 1 is sparsemax, 2 is 1.5-entmax. The norm of relu(z / power - tau) is convex in tau
-    and falls to 1: Newton's method from below never passes the root. The last step gives tau its
-    gradient.
+    A power of 1 is sparsemax, 2 is 1.5-entmax. The power-norm of relu(z / power - tau) falls with
+    tau and is convex: from tau = -1 Newton's method approaches the tau where it is 1 from below.
+    The last step gives tau its gradient.
     """
     z = z / power
     z = z - row_max(z)
@@ -400,7 +404,11 @@ def stick_breaking(z: Tensor, rows: Rows) -> Tensor:
 
 
 def adaptive_temperature(z: Tensor, rows: Rows) -> Tensor:
-    """Compute softmax(beta z), beta a polynomial in the entropy of softmax(z), at least 1."""
+    """Compute softmax(beta z).
+
+    beta is 1 where the entropy of softmax(z) is at most 0.5, else a polynomial in the entropy, at
+    least 1.
+    """
     masked = z == -math.inf
     log_A = z.log_softmax(-1).masked_fill(masked, 0)
     A = log_A.exp()
@@ -427,14 +435,14 @@ def scale_invariant(z: Tensor, rows: Rows) -> Tensor:
 VARIANTS: dict[str, Variant] = {
     # LSSAR Table 1.
     "softmax": Variant(EXP),
-    # The paper's Sigmoid(x - b) with b = -log L must mean sigmoid(z - log L): taken literally, it
-    # adds log L. L stays the training length at other lengths: a row must not depend on the text
+    # The paper's Sigmoid(x - b) with b = -log L, L the length, must mean sigmoid(z - log L): taken
+    # literally, it adds log L. L is read as T at any length: a row must not depend on the text
     # after it, and Ramapuram et al.'s published kernel takes the bias as a fixed number.
-    "sigmoid": Variant(SIGMOID, bias=minus_log_L, norm=unnormalised),
+    "sigmoid": Variant(SIGMOID, bias=minus_log_T, norm=unnormalised),
     "sigmoid_logn": Variant(SIGMOID, bias=minus_log_n, norm=unnormalised),
     "sigmoid_logn_l1": Variant(SIGMOID, bias=minus_log_n),
     "sigmoid_l1": Variant(SIGMOID),
-    "relu_wortsman": Variant(RELU, norm=training_length),  # L as for sigmoid
+    "relu_wortsman": Variant(RELU, norm=training_length),  # L is read as T here too
     "relu_li": Variant(RELU),
     # Shen et al. multiply the norm by a gamma, which the LSSAR paper does not give. Without it,
     # normal scores and values of unit variance give an output of unit variance: relu(z)^2 is 1/2
@@ -447,6 +455,7 @@ VARIANTS: dict[str, Variant] = {
         l2_normalise=True,
         bounded=True,
     ),
+    # lssa with p, and refused without
     "lssar": Variant(
         SOFTPLUS,
         scale=log_d_log_n,
@@ -487,29 +496,29 @@ VARIANTS: dict[str, Variant] = {
         learnable=("s", "b", "p_n"),
     ),
     # What users pick instead. Su 2021 ("Entropy invariance of attention", kexue.fm/archives/8823).
-    "softmax_logn": Variant(EXP, scale=log_n_over_log_L),
+    "softmax_logn": Variant(EXP, scale=log_n_over_log_T),
     # Zuhri et al. 2025 (arXiv 2504.20966)
-    "softpick": Variant(EXPM1, row_weights=softpick),
+    "softpick": Variant(EXPM1, row_weights=softpick),  # EXPM1 names the kernel; it is not called
     # Martins and Astudillo 2016; Peters et al. 2019
-    "sparsemax": Variant(EXP, row_weights=sparsemax),
-    "entmax15": Variant(EXP, row_weights=entmax15),
+    "sparsemax": Variant(NO_PHI, row_weights=sparsemax),
+    "entmax15": Variant(NO_PHI, row_weights=entmax15),
     # ASEntmax (Vasylenko et al. 2025, arXiv 2506.16640)
     "asentmax": Variant(
-        EXP,
+        NO_PHI,
         scale=adaptive_log_n,
         from_input=("u", "w"),
         row_weights=entmax15,
     ),
     # Tan et al. 2024 (arXiv 2410.17980); without the remainder, as in their kernel's output
-    "stick_breaking": Variant(EXP, row_weights=stick_breaking),
+    "stick_breaking": Variant(NO_PHI, row_weights=stick_breaking),
     # Velickovic et al. 2024 (arXiv 2410.01104): for the weights of a softmax model, at evaluation
-    "adaptive_temperature": Variant(EXP, row_weights=adaptive_temperature),
+    "adaptive_temperature": Variant(NO_PHI, row_weights=adaptive_temperature),
     # Anson, Wang and Aitchison 2025 (arXiv 2505.17083)
-    "scale_invariant": Variant(EXP, row_weights=scale_invariant),
-    # Ours: LSSAR taken apart. LSSAR differs from softmax in phi, in the scale (log d log n, with q
-    # and k at unit length) and in stage 2; with softmax, ssmax_fixed, phi_softplus and lssa these
-    # are all combinations of the first two. The last entry keeps the weights that stage 2 keeps,
-    # but without the power.
+    "scale_invariant": Variant(NO_PHI, row_weights=scale_invariant),
+    # Ours: LSSAR taken apart. Its phi is softplus, its scale log d log n on unit vectors, and it
+    # has stage 2. The first two entries complete the grid of exp and softplus by the scales 1,
+    # log n (both / sqrt d) and log d log n, whose other entries are softmax, ssmax_fixed,
+    # phi_softplus and lssa. lssa_threshold keeps the weights that stage 2 keeps, without the power.
     "softmax_cosine": Variant(EXP, scale=log_d_log_n, l2_normalise=True),
     "softplus_logn": Variant(SOFTPLUS, scale=log_n),
     "lssa_threshold": Variant(
@@ -565,7 +574,7 @@ def attention_weights(
 
 
 def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:
-    """Return phi.shift if the rows need it: phi may underflow, and l1 cancels the shift."""
+    """Return phi.shift if phi may over- or underflow without it, and l1 cancels it."""
     has_distance_bias = rows.slopes is not None or rows.cumulative_log_forget is not None
     is_bounded = variant.bounded and not has_distance_bias
     if variant.norm is not None or is_bounded:

@@ -228,7 +228,7 @@ class Config:
     # ---- logs: validation, checkpoints, printed lines ----
     eval_interval: PositiveInt = setting(
         250,
-        "Steps between validations. There is one before the first step and after the last, too.",
+        "Steps between validations, also before the first step and after the last.",
     )
     checkpoint_interval: PositiveInt = setting(1000, "Steps between checkpoints.")
     keep_last: PositiveInt = setting(2, "Number of newest checkpoints to keep.")
@@ -322,7 +322,10 @@ class Config:
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
     def nope_heads(self, layer: int = 0) -> int:
-        """Return the number of NoPE heads of a layer: heads without RoPE or ALiBi."""
+        """Return how many heads of a layer nope_share and nope_every leave without RoPE or ALiBi.
+
+        With positions = "none" or "learned", which no head has, it is 0.
+        """
         if self.nope_every and (layer + 1) % self.nope_every:
             return 0
         return round(self.n_head * (self.nope_share or bool(self.nope_every)))

@@ -93,6 +93,8 @@ def head_windows(model: GPT) -> list[list[int | None]]:
 
 def rope_sees_beyond(model: GPT, length: int) -> bool:
     """Tell whether a head with RoPE sees more than its last `length` keys in any layer."""
+    if model.trunk.rope is None:
+        return False
     for layer in model.attention_layers():
         if layer.nope_heads == layer.n_head:
             continue
@@ -111,7 +113,7 @@ def check_windows(model: GPT, window: int) -> None:
     last position's window alone, the third inside of it alone. The second may change the output at
     the last position only by rounding, as of forget gates, which are cumulative sums.
     """
-    if model.trunk.wpe is not None:  # learned positions end before a control would hide any
+    if model.trunk.wpe is not None:  # learned positions end before a window would hide a key
         return
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 2 * window, model.config.n_embd, generator=generator)

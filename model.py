@@ -14,7 +14,7 @@ from config import Config
 from errors import UserError
 from layers.cache import KVCache
 from layers.documents import positions_in_documents
-from layers.heads import build_attention
+from layers.heads import build_attentions
 from layers.losses import LinearCrossEntropy, softmax_, token_losses
 from layers.rope import Rope, RopeTable, Rotation, rotate
 
@@ -31,9 +31,10 @@ def build_norm(config: Config) -> nn.RMSNorm | nn.LayerNorm:
 class SelfAttention(nn.Module):
     """Causal self-attention.
 
-    layers/hybrid.py splits the heads between two Attention modules (add_attention, attentions,
-    attend) and leaves some without positions (apply_rope, context). layers/tpa.py makes q, k and v
-    from factors (projected_widths, project, add_attention, initialise).
+    Subclasses override what differs: layers/hybrid.py, in which some heads have no positions
+    (apply_rope, context) and two Attention modules may compute the heads (add_attention,
+    attentions, attend); layers/tpa.py, which makes q, k and v from factors (projected_widths,
+    project, attend, initialise).
     """
 
     attention: Attention
@@ -68,7 +69,7 @@ class SelfAttention(nn.Module):
 
     def add_attention(self, config: Config, layer: int) -> None:
         """Build self.attention; a subclass may build two modules."""
-        self.attention = build_attention(config, layer)
+        (self.attention,) = build_attentions(config, layer)
 
     def add_extra_projections(self, config: Config) -> None:
         """Add the projections that GPT-2 does not have: EXTRA_PROJECTIONS."""
@@ -159,7 +160,7 @@ class SelfAttention(nn.Module):
         context: Context,
         cache: KVCache | None,
     ) -> Tensor:
-        """Return the output [B, H, L, d] of these heads, on the cached positions and the new."""
+        """Return the output [B, H, L, d] of these heads: new queries, cached and new keys."""
         if cache is not None:
             new = (k, v, context.log_forget)
             k, v, log_forget = cache.append(attention, new)
@@ -458,23 +459,23 @@ class GPT(nn.Module):
 
         These are 6 (2 forward, 4 backward) per weight of a matrix, and per multiplication with T6's
         factors. Attention is charged, for every variant, as softmax over the visible keys, so that
-        runs can be compared: L / 2 keys on average or, with a window of W, W - W^2 / (2 L).
+        runs can be compared: T / 2 keys on average or, with a window of W, W - W^2 / (2 T).
         """
         weights = 0
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 weights += module.weight.numel()
         weights -= self.padding_rows(self.lm_head.weight).numel()
-        L = self.config.block_size
+        T = self.config.block_size
         sequence_attention_flops = 0
         for layer in self.attention_layers():
             weights += layer.extra_multiplications
             for attention in layer.attentions():
-                W = min(attention.window or L, L)
+                W = min(attention.window or T, T)
                 width = attention.n_head * attention.head_size
-                # 12 width for each of the L W - W^2 / 2 visible pairs: two products, 6 each
-                sequence_attention_flops += 6 * width * W * (2 * L - W)
-        return 6 * weights + sequence_attention_flops // L
+                # 12 width for each of the T W - W^2 / 2 visible pairs: two products, 6 each
+                sequence_attention_flops += 6 * width * W * (2 * T - W)
+        return 6 * weights + sequence_attention_flops // T
 
 
 def compile_model(model: GPT, varied_lengths: bool) -> None:

@@ -15,7 +15,7 @@ from model import GPT
 
 
 def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
-    """Build AdamW over all parameters or, with Muon over the blocks' matrices, over the rest."""
+    """Build AdamW over all parameters; or Muon over the blocks' matrices, AdamW over the rest."""
     muon_matrices = []
     if config.optimizer == "muon":
         # c_attn is one matrix: q, k and v side by side or, in T6, their factors

@@ -77,7 +77,7 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # from inputs and targets to nats
 
 @command
 def main(config: Config | None = None) -> None:
-    """Train as a config says or, by default, the command line."""
+    """Train with this config or, by default, with the command line's."""
     if config is None:
         config = command_line()
     check_attention(config)
@@ -294,8 +294,9 @@ def train_step(
     """Update the model once, by the gradient of the batch's loss.
 
     Returns the loss, averaged over ranks, and the gradient norm before clipping (grad_clip = 0: no
-    clipping), on the device. Both are the same on all ranks. If one is not finite, the weights do
-    not change in float16, whose loss scale then falls; otherwise the run ends without saving them.
+    clipping), on the device. Both are the same on all ranks. If the loss or the norm is not finite,
+    in float16 the update is skipped and the loss scale falls; in other dtypes the update is
+    applied, and Monitor ends the run before these weights are saved.
     """
     scaler = training.scaler
     loss = torch.zeros((), device=training.device)
@@ -372,15 +373,15 @@ class Monitor:
         """Return the event at which the next step begins: the pending step's end, or now."""
         return self.pending.ended if self.pending else Event(self.training.device)
 
-    def add(self, update: LaunchedStep) -> None:
-        """Log the pending update and, unless that would keep a GPU waiting, this one too."""
+    def add(self, launched: LaunchedStep) -> None:
+        """Log the pending step and, unless that would keep a GPU waiting, the new one."""
         self.log_pending()
-        self.pending = update
+        self.pending = launched
         if not self.logs_late:
             self.log_pending()
 
     def log_pending(self) -> None:
-        """Wait for the pending update, if there is one, and log it. Ends a run that diverged."""
+        """Wait for the pending step, if there is one, and log it. Ends a run that diverged."""
         if self.pending is None:
             return
         step, lr, tokens, loss_and_norm, began, ended = self.pending

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention_paths.reference import Context, Keys, ReferenceAttention
+from attention_paths.reference import ALL, Context, Keys, ReferenceAttention
 
 # A block has all heads of one or more sequences, and at most BLOCK_QUERIES queries. Its scores are
 # within BLOCK_SCORES or, on a CPU, BLOCK_SCORES_CPU, which was the fastest there; except that with
@@ -63,16 +63,17 @@ def blocked(
     outputs = []
     for b in range(0, B, block.sequences):
         sequences = slice(b, b + block.sequences)
-        inverse_norm = keys.inverse_norm
-        if inverse_norm is not None:
-            inverse_norm = inverse_norm[sequences]
-        inputs = (
-            q[sequences],
-            Keys(keys.k[sequences], inverse_norm),
-            v[sequences],
-            context.select(sequences),
+        outputs.append(
+            by_query(
+                compute,
+                layer.window,
+                block.queries,
+                q[sequences],
+                keys.select(sequences, ALL),
+                v[sequences],
+                context.select(sequences),
+            )
         )
-        outputs.append(by_query(compute, layer.window, block.queries, *inputs))
     return torch.cat(outputs)
 
 
@@ -92,16 +93,15 @@ def by_query(
     their gradients only to that length.
     """
     past = keys.k.shape[2] - q.shape[2]
-    k = keys.k
     end = q.shape[2]
     outputs = []
     for block in reversed(q.split(queries, dim=2)):
         start = end - block.shape[2]
         first = first_key(past + start, window)
         last = past + end
-        k = k[:, :, :last]
+        keys = keys.select(ALL, slice(last))
         v = v[:, :, :last]
-        block_keys = Keys(k[:, :, first:], keys.inverse_norm)
+        block_keys = keys.select(ALL, slice(first, None))
         block_context = context.select(queries=slice(start, end), keys=slice(first, last))
         outputs.append(compute(block, block_keys, v[:, :, first:], block_context))
         end = start

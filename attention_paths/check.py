@@ -241,7 +241,7 @@ def check_gradients(
     cause = "in the first row n is 1 and log n is 0"
     if variant.bias_per_key:
         cause = (
-            "rows.q_idx - rows.kv_idx is negative for masked keys and 0 for a row's own key; "
+            "rows.q_idx - rows.kv_idx is negative for later keys and 0 for a row's own key; "
             "rows.distance() is 0 for both: take its log1p, not its log"
         )
     for key, x in learned.items():

@@ -80,7 +80,7 @@ class Attention(ReferenceAttention):
         Lk: int,
         context: Context,
     ) -> Rows:
-        """Return ReferenceAttention.rows; log_base = a multiplies their scores by log_a(a + n)."""
+        """Return ReferenceAttention.rows; with log_base = a their scores grow by log_a(a + n)."""
         rows = super().rows(q, Lk, context)
         if self.log_base is not None:
             growth = (rows.n + self.log_base).log() / math.log(self.log_base)  # like n

@@ -66,6 +66,13 @@ class Keys:
     k: Tensor
     inverse_norm: Tensor | None = None  # 1 / |k|, [B, H, 1, Lk]
 
+    def select(self, sequences: slice, keys: slice) -> "Keys":
+        """Return these keys of these sequences."""
+        inverse_norm = self.inverse_norm
+        if inverse_norm is not None:
+            inverse_norm = inverse_norm[sequences, ..., keys]
+        return Keys(self.k[sequences, :, keys], inverse_norm)
+
     def dot(self, q: Tensor) -> Tensor:
         """Return the dot products [B, H, Lq, Lk] with q [B, H, Lq, d]."""
         products = grouped_product(q, self.k.to(q.dtype).mT)
@@ -75,7 +82,10 @@ class Keys:
 
 
 class ReferenceAttention(nn.Module):
-    """One layer's attention, for any entry of `VARIANTS`, computed as attention.py defines it."""
+    """The attention of a layer's heads, or of one of the two kinds of heads of a hybrid layer.
+
+    For any entry of `VARIANTS`, computed as attention.py defines it.
+    """
 
     s: nn.Parameter | None
     b: nn.Parameter | None
@@ -207,9 +217,9 @@ class ReferenceAttention(nn.Module):
             head=head,
             window=self.window,
             d=self.head_size,
-            L=self.trained_length,
+            T=self.trained_length,
             p=self.p,
-            normalised_power=fast_normalised_power,
+            power_then_l1=fast_normalised_power,
             document_positions=document_positions,
             score_scale=context.score_scale,
             softcap=self.softcap,

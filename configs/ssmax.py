@@ -1,2 +1,3 @@
-# SSMax (b), Eq. 2: softmax of s log(n) z, s learnable per layer and head (curves: Figs. 4 to 8)
+# SSMax (b), Eq. 2: softmax of s_h log n s / sqrt d, s = q . k, s_h learned per layer and head
+# (curves: Figs. 4 to 8)
 attention = "ssmax"

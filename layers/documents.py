@@ -18,7 +18,7 @@ def positions_in_documents(is_start: Tensor, read: Tensor | None = None) -> Tens
 
 
 def document_lengths(positions: Tensor, following: int) -> Tensor:
-    """Return the length of each token's document, int32 [B, L], from its position there.
+    """Return the length of each token's document, int32 [B, L], from the token's position in it.
 
     `following` is the number of tokens of a sequence's last document that come after the sequence.
     """

@@ -11,7 +11,7 @@ from attention_paths.module import Attention
 from attention_paths.reference import Context
 from config import Config
 from layers.documents import positions_in_documents
-from layers.heads import build_hybrid_attention
+from layers.heads import build_attentions
 
 # Numbers of tokens. The training length and the windows are shorter than the sequence, so that the
 # hash also covers what a formula does beyond them.
@@ -31,7 +31,7 @@ def formulas_hash(config: Config) -> str:
     digest = hashlib.sha256()
     with torch.random.fork_rng(devices=[]):  # a variant may draw random numbers, as for dropout
         for layer in range(config.n_layer):
-            for attention in build_hybrid_attention(config, layer):
+            for attention in build_attentions(config, layer):
                 for output in example_outputs(attention, config.forget):
                     # rounded, since the last bits depend on the processor; + 0 makes -0.0 a 0.0
                     rounded = output.bfloat16() + 0

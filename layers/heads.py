@@ -10,29 +10,20 @@ from errors import UserError, check_choice
 # Which variants take a setting, and why the others do not.
 TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
     "p": (lambda v: v.takes_p, "re-weighting needs l1 and weights that are never negative"),
-    "sink": (lambda v: v.takes_sink, "a sink shares l1 with keys whose weights are never 0"),
+    "sink": (lambda v: v.takes_sink, "it needs l1, and a phi that is >= 0, and > 0 at 0"),
     "s_init": (lambda v: "s" in v.learnable, "it is the first value of a learned s"),
 }
 
 
-def build_attention(config: Config, layer: int) -> Attention:
-    """Build the attention of all heads of a layer.
-
-    Raises UserError if settings contradict the variant.
-    """
-    check_settings(config)
-    return build_heads(config, range(config.n_head), config.layer_window(layer))
-
-
-def build_hybrid_attention(config: Config, layer: int) -> list[Attention]:
-    """Build the attention of all heads of a layer or, where they differ, of both groups of heads.
+def build_attentions(config: Config, layer: int) -> list[Attention]:
+    """Build a layer's attention modules: one or, with both kinds of heads of a hybrid, two.
 
     With a local_window the heads with positions are softmax over that many keys, whatever attention
     the heads without positions have. Raises UserError if settings contradict the variant.
     """
-    if config.local_window is None:
-        return [build_attention(config, layer)]
     check_settings(config)
+    if config.local_window is None:
+        return [build_heads(config, range(config.n_head), config.layer_window(layer))]
     local_config = config.replace(attention="softmax", p=None)
     all_heads = range(config.n_head)
     nope_heads = config.nope_heads(layer)
@@ -49,11 +40,14 @@ def build_hybrid_attention(config: Config, layer: int) -> list[Attention]:
 def check_attention(config: Config) -> None:
     """Raise UserError if settings contradict the attention, by building every layer's."""
     for layer in range(config.n_layer):
-        build_hybrid_attention(config, layer)
+        build_attentions(config, layer)
 
 
 def build_heads(config: Config, heads: range, window: int | None) -> Attention:
-    """Build the attention of some heads of a layer; a subclass of Attention is built here too."""
+    """Build the attention of these heads of a layer.
+
+    To use a subclass of Attention, construct it here (docs/variants.md).
+    """
     return Attention(
         VARIANTS[config.attention],
         len(heads),

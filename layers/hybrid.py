@@ -9,7 +9,7 @@ from attention_paths.module import Attention
 from attention_paths.reference import Context
 from config import Config
 from layers.cache import KVCache
-from layers.heads import build_hybrid_attention
+from layers.heads import build_attentions
 from layers.rope import Rotation
 from model import SelfAttention
 
@@ -24,7 +24,7 @@ class HybridAttention(SelfAttention):
     local: Attention | None
 
     def add_attention(self, config: Config, layer: int) -> None:
-        self.attention, *others = build_hybrid_attention(config, layer)
+        self.attention, *others = build_attentions(config, layer)
         self.local = others[0] if others else None
 
     def attentions(self) -> list[Attention]:
@@ -89,6 +89,6 @@ class HybridAttention(SelfAttention):
 
 
 def join_heads(*groups: Tensor) -> Tensor:
-    """Concatenate heads [B, H, L, d], in memory as [B, L, H, d], for the reason of `rotate`."""
+    """Concatenate heads [B, H, L, d], in memory as [B, L, H, d]: `rotate` says why."""
     by_position = [group.transpose(1, 2) for group in groups]
     return torch.cat(by_position, dim=2).transpose(1, 2)

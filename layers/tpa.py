@@ -12,7 +12,6 @@ from attention_paths.module import Attention
 from attention_paths.reference import Context
 from config import Config
 from layers.cache import KVCache
-from layers.heads import build_hybrid_attention
 from layers.rope import Rotation
 from model import SelfAttention
 
@@ -45,9 +44,6 @@ class TensorProductAttention(SelfAttention):
         else:
             q_widths = [config.q_rank * H, config.q_rank * d]
         return q_widths + kv_widths + kv_widths
-
-    def add_attention(self, config: Config, layer: int) -> None:
-        (self.attention,) = build_hybrid_attention(config, layer)
 
     @torch.no_grad()
     def initialise(self) -> None:

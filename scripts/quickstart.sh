@@ -11,7 +11,7 @@ python -m data.text --tokenizer bytes
 
 for name in softmax lssar_p15; do
     run=out/quickstart/$name
-    python train.py "configs/$name.py" configs/scales/tiny.py --wandb_mode=disabled \
+    python train.py configs/scales/tiny.py "configs/$name.py" --wandb_mode=disabled \
         --out_dir="$run" --resume=auto "$@"
 done
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train on all GPUs of one machine, or on $GPUS of them; --resume continues from the last checkpoint.
-# If a process dies, the job restarts up to $RESTARTS times, each time from that checkpoint.
+# Train on all GPUs of this machine, or on $GPUS of them. If the run's folder has a checkpoint, the
+# run continues from it. If a process dies, the job restarts up to $RESTARTS times, from the last one.
 # usage: bash scripts/train_8gpu.sh configs/lssar_p15.py [CONFIG.py ...] [--setting=value ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +10,7 @@ if [ "$GPUS" = 0 ]; then
     echo "error: no GPU on this machine; python train.py trains without one" >&2
     exit 2
 fi
-# a mistake is said once, not by every process; a scheduler may have set a RANK of its own
+# a dry run reports mistakes once, not once per process; a scheduler may have set a RANK of its own
 checks=$(env -u RANK WORLD_SIZE=$GPUS python train.py --resume=auto "$@" --dry_run)
 if missing=$(grep "does not exist yet" <<<"$checks"); then
     echo "error: $missing" >&2
@@ -28,7 +28,7 @@ except SignalException as stopped:
 "
 # Each attempt gets its own store, so that new processes do not find the addresses of dead ones.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# It forwards these signals to the processes, and kills those still running after the shutdown
+# torchrun forwards these signals to the processes, and kills those still running after the shutdown
 # timeout, which must be longer than a step, a validation and a save (torch 2.11: always 30 s).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120
 exec python -c "$TORCHRUN" --standalone --nproc_per_node="$GPUS" --max_restarts="${RESTARTS:-3}" \

@@ -10,7 +10,7 @@ from attention import VARIANTS
 from attention_paths.fused import variant_unsupported_reason
 from attention_paths.reference import Context
 from layers.documents import positions_in_documents
-from layers.heads import build_attention
+from layers.heads import build_attentions
 from tests.helpers import ATTENTIONS, small_config
 
 TRITON = "--attention_impl=triton"
@@ -67,7 +67,7 @@ def build(case, d, *more):
         f"--total_batch_size={BLOCK_SIZE}",
     ]
     config = small_config(case, *sizes, *more)
-    layer = build_attention(config, layer=0)
+    layer = build_attentions(config, layer=0)[0]
     layer.document_mask = config.document_mask  # which call reads
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

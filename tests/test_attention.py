@@ -21,7 +21,7 @@ from attention_paths.check import check_computation, check_variant
 from attention_paths.module import Attention
 from attention_paths.reference import NO_CONTEXT, Context, ReferenceAttention
 from errors import UserError
-from layers.heads import build_attention
+from layers.heads import build_attentions
 from tests import textbook
 from tests.helpers import ATTENTIONS as ROWS
 from tests.helpers import small_config
@@ -68,7 +68,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 def build(case, *more):
     """An attention layer whose parameters are not at their initial values."""
-    attn = build_attention(small_config(case, *more), layer=0)
+    attn = build_attentions(small_config(case, *more), layer=0)[0]
     values = {
         "s": torch.tensor([1.3, 0.4]),
         "b": torch.tensor([-0.5, 0.7]),
@@ -125,11 +125,11 @@ def test_equals_the_formula(case):
 
 def test_learnables_start_at_their_settings():
     config = small_config("ablations/ssmax_probe.py", "--s_init=0.2")
-    attn = build_attention(config, layer=0)
+    attn = build_attentions(config, layer=0)[0]
     assert attn.s.tolist() == pytest.approx([0.2, 0.2])
     assert attn.b.tolist() == [0, 0]
     assert attn.p_n.tolist() == [1] * 16
-    with_sink = build_attention(small_config("softmax_sink.py"), layer=0)
+    with_sink = build_attentions(small_config("softmax_sink.py"), layer=0)[0]
     assert with_sink.sink.tolist() == [0, 0]
     rows_with_parameters = []
     for row in ROWS:
@@ -145,9 +145,9 @@ def test_learnables_start_at_their_settings():
 
 
 def test_a_training_length_of_1_is_finite():
-    """There log L is 0."""
+    """There log T is 0."""
     config = small_config("softmax_logn.py", "--block_size=1")
-    attn = build_attention(config, layer=0).double()
+    attn = build_attentions(config, layer=0)[0].double()
     q, k, _ = draw(3, 5)
     assert_finite(attn.weights(q, k))
 
@@ -243,7 +243,7 @@ def test_recomputed_blocks_draw_the_same_random_numbers(monkeypatch):
     monkeypatch.setattr(blocked, "KEEP_SCORES", 0)
     dropout = Variant(attention.EXP, reweight=lambda A, rows: F.dropout(A, 0.5))
     monkeypatch.setitem(VARIANTS, "dropout", dropout)
-    attn = build_attention(small_config("softmax.py", "--attention=dropout"), layer=0).double()
+    attn = build_attentions(small_config("softmax.py", "--attention=dropout"), layer=0)[0].double()
     q, k, _ = draw(8, 8)
     v = torch.eye(8, dtype=torch.float64).expand(2, 2, 8, 8).clone().requires_grad_()
     weights = attn(q, k, v)
@@ -464,9 +464,9 @@ def test_a_row_counts_as_tied_up_to_16_eps(largest, winner):
         head=torch.zeros(1, 1, 1),
         window=None,
         d=8,
-        L=10,
+        T=10,
         p=3,
-        normalised_power=attention.normalised_power,
+        power_then_l1=attention.normalised_power,
     )
     out = attention.relu_power(A, rows)
     assert out[0, 0, 0, 3] == pytest.approx(winner, rel=1e-4)
@@ -522,7 +522,7 @@ def assert_finite_with_gradients(attn, q, k, v):
 @pytest.mark.parametrize("case", CASES)
 def test_dtypes(case, dtype):
     """Float32 at least inside, whatever autocast says."""
-    attn = build_attention(small_config(case), layer=0)
+    attn = build_attentions(small_config(case), layer=0)[0]
     q, k, v = leaves(*draw(5, 300, d=8, size=1, dtype=dtype))
     out = attn(q, k, v)
     A = attn.weights(q, k)
@@ -745,7 +745,7 @@ REFUSED = [
 def test_a_variant_that_cannot_be_computed_or_trained_is_refused(variant, message, monkeypatch):
     monkeypatch.setitem(VARIANTS, "own", variant)
     with pytest.raises(UserError, match=message):
-        build_attention(small_config("softmax.py --attention=own"), layer=0)
+        build_attentions(small_config("softmax.py --attention=own"), layer=0)
 
 
 def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, monkeypatch):

@@ -16,7 +16,7 @@ import yaml
 
 from config import Config, micro_batch_size
 from errors import UserError
-from layers.heads import build_attention
+from layers.heads import build_attentions
 from runtime import run_folder
 from runtime.config_files import help_text, load_config, read_file
 from scripts import eval_length
@@ -46,7 +46,7 @@ def refusal(*arguments):
     """The sentence that refuses a command line, by its settings or by the table of variants."""
     with pytest.raises(UserError) as caught:
         config = load_config([*arguments])
-        build_attention(config, layer=0)
+        build_attentions(config, layer=0)
     return str(caught.value)
 
 

@@ -94,7 +94,7 @@ def test_settings_of_attention_change_the_hash(settings):
 OTHER_SCALES = {
     "of the size of a head": lambda rows: rows.d**-0.51,
     "of n": lambda rows: log_d_log_n(rows) * 1.001,
-    "beyond the training length": lambda rows: math.log(rows.d) * rows.n.clamp_max(rows.L).log(),
+    "beyond the training length": lambda rows: math.log(rows.d) * rows.n.clamp_max(rows.T).log(),
     "of the head": lambda rows: log_d_log_n(rows) * (1 + rows.head / len(rows.head)),
 }
 

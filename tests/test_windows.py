@@ -8,7 +8,7 @@ from torch import nn
 import layers.build
 from errors import UserError
 from evaluation import check_windows
-from layers.heads import build_attention
+from layers.heads import build_attentions
 from layers.windows import largest_window, limit_windows
 from model import Block, SelfAttention, Trunk
 from scripts import eval_length
@@ -26,7 +26,7 @@ def own_lines(monkeypatch):
     """Windows by layer as a user writes them, without a setting."""
 
     def add_attention(self, config, layer):
-        self.attention = build_attention(config, layer)
+        (self.attention,) = build_attentions(config, layer)
         self.attention.window = 4 if layer % 2 == 0 else None
 
     monkeypatch.setattr(SelfAttention, "add_attention", add_attention)
@@ -39,8 +39,8 @@ class TwoMaps(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.full = build_attention(config, layer)
-        self.near = build_attention(config, layer)
+        (self.full,) = build_attentions(config, layer)
+        (self.near,) = build_attentions(config, layer)
         self.near.window = 4
         self.variant = self.full.variant
 
@@ -143,7 +143,7 @@ def test_the_control_of_smaller_windows_has_them(monkeypatch, shards, call, tmp_
 
 def test_windows_set_in_code_decide_whether_rope_is_scaled(monkeypatch):
     def add_attention(self, config, layer):
-        self.attention = build_attention(config, layer)
+        (self.attention,) = build_attentions(config, layer)
         self.attention.window = LENGTH // 4 + 1
 
     monkeypatch.setattr(SelfAttention, "add_attention", add_attention)

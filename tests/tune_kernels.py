@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from attention_paths.kernels import launch
 from attention_paths.module import Attention
-from layers.heads import build_attention
+from layers.heads import build_attentions
 from layers.selfcheck import ROUNDING
 from runtime.config_files import load_config
 
@@ -129,7 +129,7 @@ def attention_and_inputs(config: str, sizes: Sizes) -> tuple[Attention, Tensor]:
     width = sizes.H * sizes.d
     settings = [f"--n_head={sizes.H}", f"--n_embd={width}", "--attention_impl=triton"]
     loaded = load_config([config, *settings])
-    layer = build_attention(loaded, layer=0).cuda()
+    layer = build_attentions(loaded, layer=0)[0].cuda()
     packed = torch.randn(sizes.B, sizes.L, 4, sizes.H, sizes.d, device="cuda")
     return layer, packed.bfloat16().permute(2, 0, 3, 1, 4)
 

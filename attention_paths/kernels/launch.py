@@ -1,6 +1,6 @@
 """Fused attention in Triton: forward, backward and decoding, in memory linear in L.
 
-For one head, and row i that sees the keys j < n_i (in attention.py's notation):
+For one head, and row i that sees n_i keys, i - n_i < j <= i (as in attention.py; s_ij = q_i . k_j):
 
     z_ij = c tanh(scale_i s_ij / c) + bias_i + b_j + shift_i,   a_ij = phi(z_ij)
 
@@ -124,7 +124,7 @@ class Inputs(NamedTuple):
     bias: Tensor | None
     gain: Tensor | None  # [B, H, Lq], the factor of a row's weights; None: l1
     # [H], y of one more key, whose value is 0, without scale and bias; n does not count it. It
-    # needs l1 and a phi that is never 0.
+    # needs l1, and a phi that is never negative and is positive at 0.
     sink: Tensor | None
     key_bias: Tensor | None  # [B, H, Lk]
     # [B, H, Lq], int32: the first key of each row's document, before which it sees none. It is the

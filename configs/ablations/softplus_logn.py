@@ -1,2 +1,2 @@
-# Ours: LSSAR taken apart, SSMax's scale instead of its own: softplus(log n s / sqrt d), l1
+# Ours: LSSAR taken apart, with SSMax's scale: softplus(log n s / sqrt d), l1, s = q . k
 attention = "softplus_logn"

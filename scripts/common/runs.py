@@ -140,7 +140,7 @@ def rope_scaling(config: Config, options: Options, model: GPT) -> str:
     """
     if options.rope is not None:
         return options.rope
-    if config.positions == "rope" and rope_sees_beyond(model, config.block_size):
+    if rope_sees_beyond(model, config.block_size):
         return "dynamic_ntk"
     return "none"
 
