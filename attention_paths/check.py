@@ -1,7 +1,7 @@
 """Checks of an entry of the table of variants, once, where a layer first uses it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def check_phi(name: str, phi: Phi) -> None:
     """Raise UserError if phi is not as declared, or where masked keys could get weight."""
     if phi.kernel is not None and launch is not None:
         check_choice(f"{name}: kernel", phi.kernel, launch.PHIS)
-    weight = weights_of(name, phi, torch.tensor(phi.zero, dtype=torch.float64))
+    weight = weights_of(name, phi, torch.tensor([phi.zero], dtype=torch.float64))
     if weight != 0:
         raise UserError(
             f"{name}: phi({phi.zero:g}) = {weight.item():.3g}, but masked keys get this score and "
@@ -131,6 +131,7 @@ def check_formulas(name: str, variant: Variant, n_head: int) -> None:
     check_weights(name, weights_of_call, (1, n_head, LENGTH, LENGTH))
     # weights may depend on no key, as uniform ones: 0 * k gives them a gradient
     all_weights = weights_of_call[0] + 0 * k.sum()  # [H, LENGTH, LENGTH]
+    check_parameters(name, all_weights, learned.values())
     check_gradients(name, variant, all_weights, learned)
     for row, weights in enumerate(all_weights.unbind(1), start=1):
         (gradient,) = torch.autograd.grad(weights.square().sum(), k, retain_graph=True)
@@ -226,6 +227,29 @@ def check_blocks(
                     f"{name}: a row's weights depend on the number of rows or keys in the call, as "
                     "of A.mean(-1) or A.shape[-1]; rows.n is the number of keys that a row sees"
                 )
+
+
+def check_parameters(name: str, weights: Tensor, learned: Collection[Tensor]) -> None:
+    """Raise UserError if the weights depend on a parameter that is not the module's.
+
+    No optimizer would train it.
+    """
+    known = {id(x) for x in learned}
+    visited = set()
+    nodes = [weights.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        leaf = getattr(node, "variable", None)  # of a node that accumulates a gradient
+        if leaf is not None and id(leaf) not in known:
+            raise UserError(
+                f"{name}: its formulas use a parameter of the shape {list(leaf.shape)}, which no "
+                "optimizer trains: name s or b (one per head) in `learnable`, or make a subclass "
+                "of Attention (docs/variants.md)"
+            )
+        nodes += [child for child, _ in node.next_functions]
 
 
 def check_gradients(

@@ -174,8 +174,11 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, Any]]:
                 except (ValueError, RecursionError) as error:
                     start = line[:40].decode(errors="replace").strip()
                     raise UserError(f"{name}: not JSON: {start}") from error
-                if not isinstance(row, dict) or field not in row:
-                    raise UserError(f'{name}: no field "{field}"')
+                if not isinstance(row, dict):
+                    raise UserError(f"{name}: a {type(row).__name__}, not an object with fields")
+                if field not in row:
+                    fields = ", ".join(row)
+                    raise UserError(f'{name}: no field "{field}"; its fields are {fields}')
                 yield name, row[field]
 
 

@@ -27,6 +27,9 @@ def identify(tokenizer: str) -> str:
 def tokenizer_file(tokenizer: str) -> Path:
     """Return the path of a tokenizer.json. Raises UserError if there is no file."""
     if not Path(tokenizer).is_file():
+        inside = Path(tokenizer, TOKENIZER)
+        if inside.is_file():
+            raise UserError(f"tokenizer = {tokenizer!r} is a folder: give {str(inside)!r}")
         if tokenizer.endswith(".json"):
             raise UserError(f"tokenizer = {tokenizer!r}: there is no such file")
         check_choice("tokenizer", tokenizer, (*BUILT_IN, "the path of a tokenizer.json"))

@@ -615,6 +615,7 @@ def test_settings_without_a_meaning_are_refused(name, settings, says):
         Attention(VARIANTS[name], 2, 16, **settings)
 
 
+TEMPERATURE = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
 REFUSED = [
     (
         Variant(Phi(torch.tanh)),
@@ -638,7 +639,7 @@ REFUSED = [
     ),
     (
         Variant(Phi(lambda z: z.exp().sum())),
-        r"own: its phi returns the shape \[\] for scores of the shape \[601\]",
+        r"own: its phi returns the shape \[\] for scores of the shape \[1\]",
     ),
     (
         Variant(Phi(torch.exp, kernel="elu")),
@@ -647,6 +648,10 @@ REFUSED = [
     (
         Variant(attention.EXP, scale=lambda rows: math.log(rows.n)),
         r"own: its scale fails.*rows\.n\.log\(\), not math\.log",
+    ),
+    (
+        Variant(Phi(lambda z: torch.exp(z * TEMPERATURE))),
+        r"own: its formulas use a parameter of the shape \[1\], which no optimizer trains",
     ),
     (
         Variant(attention.EXP, scale=lambda rows: None),

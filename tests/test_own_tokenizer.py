@@ -70,6 +70,8 @@ def test_a_tokenizer_json_goes_with_runs_and_exports(made, train, call, tmp_path
     data = f"--data_dir={shards}"
     hint = f"but tokenizer = 'bytes'; to train on it: --tokenizer={shards / 'tokenizer.json'}"
     refused(train, "run", data, says=(identity, hint))
+    says = f"is a folder: give '{shards / 'tokenizer.json'}'"
+    refused(train, "run", data, f"--tokenizer={shards}", says=says)
     refused(train, "run", data, f"--tokenizer={other}", says="other.json' (sha256:")
     folder = train("run", data, f"--tokenizer={file}")
     assert (folder / "tokenizer.json").read_bytes() == content

@@ -207,7 +207,10 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
                 "changed after this command had started"
             )
         if code:
-            failures.append(f"{run.folder} stopped with exit code {code} at step {run.step}")
+            failures.append(
+                f"{run.folder} stopped with exit code {code} at step {run.step}; if it diverged, "
+                "all entries need a lower learning_rate"
+            )
         left.remove(run)
 
 

@@ -263,7 +263,7 @@ def caption(table: dict, work: Work) -> list[str]:
         sentences += beside.standing(table)
     if table["not_run"]:
         names = ", ".join(f"`{name}`" for name in table["not_run"])
-        sentences.append(f"Not run yet: {names}.")
+        sentences.append(f"Not finished: {names}.")
     sentences += [f"{failure}." for failure in table["failures"]]
     return sentences
 
