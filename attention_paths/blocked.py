@@ -29,12 +29,12 @@ class Block(NamedTuple):
     keys: int  # that it may read
 
 
-def choose_block(layer: ReferenceAttention, q: Tensor, k: Tensor) -> Block:
+def choose_block(attention: ReferenceAttention, q: Tensor, k: Tensor) -> Block:
     """Return the largest block of queries like q [B, H, Lq, d] on keys like k [B, Hk, Lk, d]."""
     _, H, Lq, _ = q.shape
     keys = k.shape[2]
-    if layer.window is not None:
-        keys = min(keys, layer.window + min(Lq, BLOCK_QUERIES) - 1)
+    if attention.window is not None:
+        keys = min(keys, attention.window + min(Lq, BLOCK_QUERIES) - 1)
     scores = BLOCK_SCORES_CPU if q.is_cpu else BLOCK_SCORES
     fitting = max(FEWEST_QUERIES, scores // (H * keys))
     queries = min(Lq, BLOCK_QUERIES, fitting)
@@ -43,7 +43,7 @@ def choose_block(layer: ReferenceAttention, q: Tensor, k: Tensor) -> Block:
 
 
 def blocked(
-    layer: ReferenceAttention,
+    attention: ReferenceAttention,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -55,18 +55,18 @@ def blocked(
     before the window of its first.
     """
     B, H, Lq, _ = q.shape
-    block = choose_block(layer, q, k)
-    compute = layer.output
+    block = choose_block(attention, q, k)
+    compute = attention.output
     if torch.is_grad_enabled() and B * H * Lq * block.keys > KEEP_SCORES:
-        compute = partial(checkpoint, layer.output, use_reentrant=False)
-    q, keys = layer.normalise_q_and_k(q, k)
+        compute = partial(checkpoint, attention.output, use_reentrant=False)
+    q, keys = attention.normalise_q_and_k(q, k)
     outputs = []
     for b in range(0, B, block.sequences):
         sequences = slice(b, b + block.sequences)
         outputs.append(
             by_query(
                 compute,
-                layer.window,
+                attention.window,
                 block.queries,
                 q[sequences],
                 keys.select(sequences, ALL),

@@ -51,7 +51,7 @@ class Factors:
 
 
 def factored(
-    layer: ReferenceAttention,
+    attention: ReferenceAttention,
     q: Tensor,
     k: Factors,
     v: Factors,
@@ -62,9 +62,9 @@ def factored(
         dtype = torch.promote_types(q.dtype, torch.float32)
         k = Factors(k.a.to(dtype), k.b.to(dtype))
         inverse: Tensor | float = 1.0
-        if layer.variant.l2_normalise:
+        if attention.variant.l2_normalise:
             q = l2_normalise(q)
             inverse = torch.rsqrt(k.squared_norms() + 1e-12)
-        rows = layer.rows(q, k.a.shape[2], context)
-        weights = attention_weights(layer.variant, q, lambda q: k.dot(q) * inverse, rows)
+        rows = attention.rows(q, k.a.shape[2], context)
+        weights = attention_weights(attention.variant, q, lambda q: k.dot(q) * inverse, rows)
         return v.mix(weights)

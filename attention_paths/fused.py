@@ -45,9 +45,9 @@ def gpu_unsupported_reason(q: Tensor) -> str | None:
     return None
 
 
-def unsupported_reason(layer: ReferenceAttention, q: Tensor) -> str | None:
+def unsupported_reason(attention: ReferenceAttention, q: Tensor) -> str | None:
     """Why the kernels cannot take these queries; None if they can."""
-    if reason := variant_unsupported_reason(layer.variant, layer.head_size):
+    if reason := variant_unsupported_reason(attention.variant, attention.head_size):
         return reason
     if launch is None:
         return "Triton is not installed"
@@ -61,12 +61,14 @@ def unsupported_reason(layer: ReferenceAttention, q: Tensor) -> str | None:
     return None
 
 
-def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+def fused(
+    attention: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: Context
+) -> Tensor:
     """The output [B, H, Lq, d] of `ReferenceAttention.forward`, by the kernels."""
     assert launch is not None
-    variant = layer.variant
+    variant = attention.variant
     entry = launch.PHIS[variant.phi.kernel]
-    rows = layer.rows(q, k.shape[2], context)
+    rows = attention.rows(q, k.shape[2], context)
     save = torch.is_grad_enabled()
     decodes = q.shape[2] == 1 and not save
 
@@ -95,7 +97,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         decay = entry.argument * decay
         key_bias = -decay
         query_decay = decay[:, :, -q.shape[2] :]
-        if variant.is_softmax and layer.p is None and not layer.has_sink:
+        if variant.is_softmax and attention.p is None and not attention.has_sink:
             # softmax is the same for all scores of a row shifted alike: no gradient to compute
             query_decay = query_decay.detach()
         bias = query_decay if bias is None else query_decay + bias
@@ -109,7 +111,7 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
     if rows.document_positions is not None:
         first_key = (rows.q_idx - rows.document_positions).clamp_min(0).int()  # [B, 1, Lq, 1]
         first_key = first_key.expand(*q.shape[:3], 1)[..., 0]
-    window = layer.window
+    window = attention.window
     if window is not None and window >= k.shape[2]:
         window = None
     out, _, _ = launch.forward(
@@ -123,12 +125,12 @@ def fused(layer: ReferenceAttention, q: Tensor, k: Tensor, v: Tensor, context: C
         first_key=first_key,
         save=save,
         phi=variant.phi.kernel,
-        p=float(layer.p or 0),
+        p=float(attention.p or 0),
         scale=scale,
         shifted=entry.rectified or shift_of(variant, rows) is not None,
         signed=variant.phi.signed and not entry.rectified,
         window=window,
-        softcap=layer.softcap,
+        softcap=attention.softcap,
         unit=variant.l2_normalise and decodes,
     )
     return out

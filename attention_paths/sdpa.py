@@ -10,7 +10,7 @@ from attention_paths.reference import Context, ReferenceAttention
 
 
 def sdpa(
-    layer: ReferenceAttention,
+    attention: ReferenceAttention,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -18,8 +18,8 @@ def sdpa(
 ) -> Tensor:
     """The output [B, H, Lq, d] of `ReferenceAttention.forward`, for a variant that is softmax."""
     Lq, Lk = q.shape[2], k.shape[2]
-    q, k, scale = scale_q_and_k(layer, q, k, v.dtype, context)
-    has_window = layer.window is not None and layer.window < Lk
+    q, k, scale = scale_q_and_k(attention, q, k, v.dtype, context)
+    has_window = attention.window is not None and attention.window < Lk
     # is_causal aligns the first query with the first key, but queries after a cache are the last
     follows_cache = 1 < Lq < Lk
     is_masked = has_window or follows_cache or context.document_positions is not None
@@ -27,7 +27,7 @@ def sdpa(
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     if is_masked:
-        return sdpa_masked(layer, q, k, v, scale, context)
+        return sdpa_masked(attention, q, k, v, scale, context)
     is_causal = True if Lq > 1 else False  # never torch.compile's symbolic bool
     is_grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
@@ -41,17 +41,17 @@ def sdpa(
 
 
 def scale_q_and_k(
-    layer: ReferenceAttention,
+    attention: ReferenceAttention,
     q: Tensor,
     k: Tensor,
     dtype: torch.dtype,
     context: Context,
 ) -> tuple[Tensor, Tensor, float]:
     """Return q and k in this dtype, and the scale: scores are scale * q k^T."""
-    if layer.variant.l2_normalise:
+    if attention.variant.l2_normalise:
         q, k = l2_normalise(q), l2_normalise(k)
-    rows = layer.rows(q, k.shape[2], context)
-    scale = rows.score_scale * layer.variant.scale(rows)
+    rows = attention.rows(q, k.shape[2], context)
+    scale = rows.score_scale * attention.variant.scale(rows)
     # torch takes a single number, which must be positive
     if isinstance(scale, Tensor) or scale <= 0:
         q, scale = q * scale, 1.0
@@ -72,7 +72,7 @@ def takes_groups(q: Tensor, is_masked: bool) -> bool:
 
 
 def sdpa_masked(
-    layer: ReferenceAttention,
+    attention: ReferenceAttention,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -85,12 +85,12 @@ def sdpa_masked(
     outputs = []
     for start in range(0, q.shape[2], BLOCK_QUERIES):
         block = q[:, :, start : start + BLOCK_QUERIES]
-        first = first_key(past + start, layer.window)
+        first = first_key(past + start, attention.window)
         end = past + start + block.shape[2]
         block_k = k[:, :, first:end]
         block_v = v[:, :, first:end]
         block_context = context.select(queries=slice(start, start + BLOCK_QUERIES))
-        mask = layer.rows(block, end - first, block_context).visible_mask()
+        mask = attention.rows(block, end - first, block_context).visible_mask()
         outputs.append(
             F.scaled_dot_product_attention(
                 block, block_k, block_v, mask, scale=scale, enable_gqa=is_grouped

@@ -24,7 +24,7 @@ SHORTEST_MEAN = 32
 ALWAYS_ROOM = 1024
 
 
-def varlen_unsupported_reason(layer: ReferenceAttention, q: Tensor, Lk: int) -> str | None:
+def varlen_unsupported_reason(attention: ReferenceAttention, q: Tensor, Lk: int) -> str | None:
     """Say why varlen_attn cannot take queries like q [B, H, Lq, d] of Lk keys; None if it can."""
     if reason := gpu_unsupported_reason(q):
         return reason
@@ -32,8 +32,8 @@ def varlen_unsupported_reason(layer: ReferenceAttention, q: Tensor, Lk: int) -> 
         return f"it computes in 16 bits, not in {q.dtype}"
     if q.shape[2] != Lk:
         return "some keys are in a cache"
-    if layer.head_size % 8 or layer.head_size > LARGEST_HEAD:
-        return f"head size {layer.head_size} is not a multiple of 8 up to {LARGEST_HEAD}"
+    if attention.head_size % 8 or attention.head_size > LARGEST_HEAD:
+        return f"head size {attention.head_size} is not a multiple of 8 up to {LARGEST_HEAD}"
     if "window_size" not in varlen_parameters():
         return f"torch {torch.__version__} has no varlen_attn with windows"
     return None
@@ -50,7 +50,7 @@ def varlen_parameters() -> frozenset[str]:
 
 
 def varlen(
-    layer: ReferenceAttention,
+    attention: ReferenceAttention,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -60,9 +60,9 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     B, H, L, d = q.shape
-    q, k, scale = scale_q_and_k(layer, q, k, v.dtype, context)
+    q, k, scale = scale_q_and_k(attention, q, k, v.dtype, context)
     boundaries = sequence_boundaries(B, L, context.document_positions, q.device)
-    reach = -1 if layer.window is None else layer.window - 1  # keys before a query's own
+    reach = -1 if attention.window is None else attention.window - 1  # keys before a query's own
     grouped: dict[str, Any] = {}
     if k.shape[1] != H and "enable_gqa" in varlen_parameters():  # torch 2.11 needs no flag
         grouped["enable_gqa"] = True

@@ -21,7 +21,7 @@ class KVCache:
         # [B, 1]: cached tokens of each sequence's last document; None: a sequence is one document
         self.document_length: Tensor | None = None
         # keys, values and forget gates, or factors and gates
-        self.layers: dict[Attention, list[Tensor]] = {}
+        self.stored: dict[Attention, list[Tensor]] = {}
 
     def check_room(self, length: int) -> None:
         """Raise UserError if this many positions exceed the cache."""
@@ -35,19 +35,19 @@ class KVCache:
         with a window, at most window + new positions. None stays None.
         """
         window = attention.window
-        if attention not in self.layers:
+        if attention not in self.stored:
             room = self.size if window is None else min(self.size, window)
-            self.layers[attention] = []
+            self.stored[attention] = []
             for x in new:
                 if x is not None:
                     B, H, _, *rest = x.shape
-                    self.layers[attention].append(x.new_zeros(B, H, room, *rest))
+                    self.stored[attention].append(x.new_zeros(B, H, room, *rest))
         store = self._fill if window is None else self._shift
-        stored = iter(self.layers[attention])
+        tensors = iter(self.stored[attention])
         visible = []
         for x in new:
             if x is not None:
-                x = store(next(stored), x)
+                x = store(next(tensors), x)
             visible.append(x)
         return visible
 

@@ -44,7 +44,7 @@ def check_kernels(
     """Check the kernels of a model's attention; return what environment.json records about them.
 
     If the path is 'triton' or 'varlen', the kernels are compared with the float32 reference in one
-    layer of each kind: forward, backward and for a single query. If they differ or raise on any
+    module of each kind: forward, backward and for a single query. If they differ or raise on any
     rank, the model falls back to 'blocked' or, with attention_impl = 'triton', UserError is raised.
 
     `say` reports the path. `within_documents` tells whether attention stays within documents; None:
@@ -59,9 +59,9 @@ def check_kernels(
         document_positions=q[0, 0] if within_documents else None,
     )
     queries = q.expand(1, 1, MANY_KEYS, 1)  # takes no memory
-    by_path = layers_by_path(model, queries, context)
-    layers = by_path["triton"] + by_path["varlen"]
-    error, problem = check_layers(by_path, config, q, within_documents)
+    by_path = attentions_by_path(model, queries, context)
+    checked = by_path["triton"] + by_path["varlen"]
+    error, problem = check_paths(by_path, config, q, within_documents)
     facts: dict[str, Any] = {}
     accuracy = ""
     # called on every rank: the ranks' GPUs, and so their paths, may differ
@@ -70,11 +70,11 @@ def check_kernels(
         if config.attention_impl == "triton":
             raise UserError(f"attention_impl = 'triton': {problem}; 'auto' takes another path")
         print(f"{problem}; attention_impl = 'blocked' takes their place", file=sys.stderr)
-        for layer in layers:
-            layer.impl = "blocked"
-        by_path = layers_by_path(model, queries, context)
+        for attention in checked:
+            attention.impl = "blocked"
+        by_path = attentions_by_path(model, queries, context)
         facts["problem"] = problem
-    elif layers:
+    elif checked:
         facts["largest_error"] = error
         accuracy = f", its kernels within {error:.1e} of the reference"
     facts["attention_path"] = " and ".join(sorted(path for path in by_path if by_path[path]))
@@ -84,10 +84,10 @@ def check_kernels(
     return facts
 
 
-def layers_by_path(
+def attentions_by_path(
     model: nn.Module, queries: Tensor, context: Context
 ) -> defaultdict[str, list[Attention]]:
-    """Return the layers that take each path."""
+    """Return the attention modules that take each path."""
     by_path = defaultdict(list)
     for module in model.modules():
         if isinstance(module, Attention):
@@ -95,72 +95,72 @@ def layers_by_path(
     return by_path
 
 
-def check_layers(
+def check_paths(
     by_path: defaultdict[str, list[Attention]],
     config: Config,
     q: Tensor,
     within_documents: bool,
 ) -> tuple[float, str]:
-    """Check a layer of each kind; return the largest error, and the first problem, "" if none."""
+    """Check a module of each kind; return the largest error, and the first problem, "" if none."""
     kinds = {}
     for path in ("triton", "varlen"):
-        for layer in by_path[path]:
-            kinds[path, layer.variant, layer.window, layer.alibi_heads] = layer
+        for attention in by_path[path]:
+            kinds[path, attention.variant, attention.window, attention.alibi_heads] = attention
     errors = [0.0]
     problems = [""]
-    for (path, *_), layer in kinds.items():
-        error, problem = check_layer(layer, config, q, within_documents, path == "varlen")
+    for (path, *_), attention in kinds.items():
+        error, problem = check_attention(attention, config, q, within_documents, path == "varlen")
         errors.append(error)
         problems.append(problem)
     return max(errors), next(filter(None, problems), "")
 
 
 def why_not_faster(by_path: dict[str, list[Attention]], queries: Tensor, context: Context) -> str:
-    """Say why layers do not take a faster path: " (not triton: this is cpu)"; "" if all do."""
+    """Say why modules do not take a faster path: " (not triton: this is cpu)"; "" if all do."""
     texts = []
     why_not: str | None
-    for path, layers in by_path.items():
-        for layer in layers:
-            if path == "blocked" and layer.impl == "auto":
-                why_not = unsupported_reason(layer, queries) or "this is cpu"
+    for path, attentions in by_path.items():
+        for attention in attentions:
+            if path == "blocked" and attention.impl == "auto":
+                why_not = unsupported_reason(attention, queries) or "this is cpu"
                 texts.append(f" (not triton: {why_not})")
-            elif path != "varlen" and layer.prefers_varlen(queries, MANY_KEYS, context):
-                why_not = varlen_unsupported_reason(layer, queries, MANY_KEYS)
+            elif path != "varlen" and attention.prefers_varlen(queries, MANY_KEYS, context):
+                why_not = varlen_unsupported_reason(attention, queries, MANY_KEYS)
                 texts.append(f" (not varlen: {why_not})")
     return "".join(dict.fromkeys(texts))
 
 
-def check_layer(
-    layer: Attention,
+def check_attention(
+    attention: Attention,
     config: Config,
     q: Tensor,
     within_documents: bool,
     by_varlen: bool,
 ) -> tuple[float, str]:
-    """The largest error of a layer's kernels, in the dtype of q, and the problem, "" if none."""
-    window = layer.window
+    """The largest error of a module's kernels, in the dtype of q, and the problem, "" if none."""
+    window = attention.window
     try:
         if window is not None:  # the reference holds all scores of the keys in a window
-            layer.window = min(window, WIDEST_WINDOW)
-        errors = relative_errors(layer, config, q, within_documents)
+            attention.window = min(window, WIDEST_WINDOW)
+        errors = relative_errors(attention, config, q, within_documents)
         if by_varlen and window is not None and window > EVEN // 2:
             # varlen_attn needs as many queries as keys: a smaller window hides some of EVEN keys
-            layer.window = EVEN // 2
-            errors |= relative_errors(layer, config, q, within_documents)
+            attention.window = EVEN // 2
+            errors |= relative_errors(attention, config, q, within_documents)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # another path would take more memory; a CUDA error leaves no usable context
     except Exception as raised:  # whatever Triton raises
         return math.inf, f"{type(raised).__name__}: {' '.join(str(raised).split())}"
     finally:
-        layer.window = window
+        attention.window = window
     for name, error in errors.items():
-        if not error <= min((8 + (layer.p or 0)) * ROUNDING, LARGEST_TOLERANCE):  # nan, too
+        if not error <= min((8 + (attention.p or 0)) * ROUNDING, LARGEST_TOLERANCE):  # nan, too
             return error, f"{name} differs from the reference by {error:.2g} of its size"
     return max(errors.values()), ""
 
 
 def relative_errors(
-    layer: Attention,
+    attention: Attention,
     config: Config,
     q: Tensor,
     within_documents: bool,
@@ -171,13 +171,15 @@ def relative_errors(
     four documents, one is a single token.
     """
     errors = {}
-    impl = layer.impl
-    heads = layer.n_head
+    impl = attention.impl
+    heads = attention.n_head
     groups = heads if config.kv_heads == config.n_head else 1
     g = torch.Generator().manual_seed(0)
-    for queries, keys in sorted({(EVEN, EVEN), (ODD, ODD), (ODD, ODD + (layer.window or 0))}):
+    for queries, keys in sorted({(EVEN, EVEN), (ODD, ODD), (ODD, ODD + (attention.window or 0))}):
         shapes = [(heads, queries), (groups, keys), (groups, keys), (heads, queries)]
-        tensors = [torch.randn(1, *shape, layer.head_size, generator=g).to(q) for shape in shapes]
+        tensors = [
+            torch.randn(1, *shape, attention.head_size, generator=g).to(q) for shape in shapes
+        ]
         gates = F.logsigmoid(2 + torch.randn(1, heads, keys, generator=g)).to(q.device)
         context = Context(log_forget=gates if config.forget else None)
         if within_documents:
@@ -186,12 +188,12 @@ def relative_errors(
             positions = positions_in_documents(is_start)[:, keys - queries :]
             context = replace(context, document_positions=positions)
         described = f"{keys} keys"
-        if layer.window is not None:
-            described += f" and a window of {layer.window}"
-        computed = evaluate(layer, tensors, context)
-        layer.impl = "reference"
-        exact = evaluate(layer, [x.float() for x in tensors], context)
-        layer.impl = impl
+        if attention.window is not None:
+            described += f" and a window of {attention.window}"
+        computed = evaluate(attention, tensors, context)
+        attention.impl = "reference"
+        exact = evaluate(attention, [x.float() for x in tensors], context)
+        attention.impl = impl
         for name, value in computed.items():
             # sharp weights make gradients nearly 0: their errors are relative to the output's
             size = max(exact[name].norm(), 1e-3 * tensors[3].float().norm())
@@ -201,7 +203,7 @@ def relative_errors(
 
 
 def evaluate(
-    layer: Attention,
+    attention: Attention,
     tensors: list[Tensor],
     context: Context,
 ) -> dict[str, Tensor]:
@@ -210,14 +212,14 @@ def evaluate(
     `tensors` are q, k, v and the gradient of the output.
     """
     q, k, v, gradient = tensors
-    learnt = {"q": q, "k": k, "v": v, **dict(layer.named_parameters())}
+    learnt = {"q": q, "k": k, "v": v, **dict(attention.named_parameters())}
     if context.log_forget is not None:
         learnt["gates"] = context.log_forget
     for x in learnt.values():
         x.requires_grad_()
-    out = layer(q, k, v, context)
+    out = attention(q, k, v, context)
     gradients = torch.autograd.grad(out, list(learnt.values()), gradient)
     with torch.no_grad():
-        last = layer(q[:, :, -1:], k, v, context.select(queries=slice(-1, None)))
+        last = attention(q[:, :, -1:], k, v, context.select(queries=slice(-1, None)))
     names = ("output", "last output", *(f"gradient of {name}" for name in learnt))
     return dict(zip(names, (out.detach(), last, *gradients), strict=True))

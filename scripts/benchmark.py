@@ -409,9 +409,9 @@ def decoding_step(model: GPT, config: Config, x: Tensor) -> Step:
 
     @torch.no_grad()
     def step() -> None:
-        if not cache.layers:  # the first call allocates them
+        if not cache.stored:  # the first call allocates them
             next_logits(model, token, cache)
-            for tensors in cache.layers.values():
+            for tensors in cache.stored.values():
                 for tensor in tensors:
                     tensor.normal_()
         cache.length = config.block_size - 1

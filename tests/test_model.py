@@ -800,11 +800,11 @@ def test_a_cache_changes_nothing(case, window):
         for number, layer in enumerate(model.attention_layers()):
             for group, attention in enumerate(layer.attentions()):
                 positions = cached_positions(model.config, number, group, 24)
-                key, value, *_ = cache.layers[attention]
+                key, value, *_ = cache.stored[attention]
                 assert key.shape[2] == positions
                 assert value.shape[2] == positions
                 groups += 1
-        assert len(cache.layers) == groups
+        assert len(cache.stored) == groups
 
 
 def test_the_norm_of_factors_that_cancel_is_at_least_their_rounding():

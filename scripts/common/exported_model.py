@@ -54,7 +54,7 @@ class Cache(KVCache):
         return self.length
 
     def reorder_cache(self, beams: Tensor) -> None:
-        for tensors in self.layers.values():
+        for tensors in self.stored.values():
             tensors[:] = [x[beams] for x in tensors]
         if self.document_length is not None:
             self.document_length = self.document_length[beams]
