@@ -94,7 +94,9 @@ class MapOptions(LengthOptions, FilesOptions):
 
     layer: int = option(-1, "layer to map: 0 is the first, -1 the last")
     text: str = option(TEXT, "text to map; empty: none (default: that of LSSAR's Figure A1)")
-    tokens: NonNegativeInt = option(32768, "validation tokens at each length; 0: only the text")
+    tokens: NonNegativeInt = option(
+        32768, "validation tokens at each length, at least one window; 0: only the text"
+    )
 
     def ids(self, config: Config) -> list[int]:
         """The tokens of the text."""
@@ -121,7 +123,8 @@ class MapOptions(LengthOptions, FilesOptions):
 
     def validation(self, config: Config) -> NDArray[np.integer]:
         """The validation text that is cut into windows of all lengths."""
-        return stretches(self.lengths_of(config), self.tokens, config)
+        lengths = self.lengths_of(config)
+        return stretches(lengths, max(self.tokens, math.lcm(*lengths)), config)
 
 
 def align(options: MapOptions, configs: Sequence[Config]) -> MapOptions:

@@ -426,7 +426,7 @@ def attention_step(config: Config, device: torch.device, training: bool, say: Sa
         raise UserError("--phases attention knows no gates, local heads or n_kv_head: take train")
     dtype = pick_dtype(config.dtype, device)
     # takes little memory; of a window_pattern it is a layer with the window
-    layer_config = config.replace(n_layer=1, window_pattern="", tokenizer="bytes")
+    layer_config = config.replace(n_layer=1, nope_every=0, window_pattern="", tokenizer="bytes")
     model = build_model(layer_config).to(device)
     check_kernels(model, config, dtype, say=say)
     attention: Any = model.attention_layers()[0].attention

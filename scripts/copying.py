@@ -161,7 +161,7 @@ def copy_losses(run: Run, windows: NDArray[np.int64], lag: int) -> NDArray[np.fl
             for window_hidden, targets in zip(hidden, x[:, lag + 1 :], strict=True):
                 logits = run.model.logits(window_hidden[None])[0].float()  # [size - 1, n_vocab]
                 losses = F.cross_entropy(logits, targets, reduction="none")
-                means.append(losses.double().mean().cpu())
+                means.append(losses.cpu().double().mean())  # MPS has no float64
     return torch.stack(means).numpy()
 
 

@@ -191,12 +191,15 @@ def model_card(run: Run, folder: str) -> str:
     for key in CARD_SETTINGS:
         if getattr(config, key) != getattr(Config, key):
             rows[key] = getattr(config, key)
+    for key in ("rope_factor", "rope_theta", "log_base"):  # of this export
+        if run.facts[key] is not None:
+            rows[key] = run.facts[key]
     if config.document_mask:
         rows["documents"] = "begin with end-of-text; attention stays within them"
     for line in read_metrics(run.path):
         if "val_loss" in line and line["step"] <= step:
             loss = f"{line['val_loss']:.4f} nats per token at step {line['step']:,}"
-            rows["validation loss"] = loss
+            rows["validation loss in training"] = loss
     table = "| | |\n|---|---|"
     for key, value in rows.items():
         table += f"\n| {key} | {value} |"

@@ -78,7 +78,8 @@ def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> lis
     rng = random.Random(f"passkey {seed} {length}")
     task = [tokenizer.eot, *tokenizer.encode(TASK)]
     question = tokenizer.encode(QUESTION)
-    repeats = 1 + length // len(tokenizer.encode(FILLER))
+    # a repeat after the first may have fewer tokens
+    repeats = 2 + 2 * length // len(tokenizer.encode(FILLER))
     filler = tokenizer.encode(" ".join([FILLER] * repeats))
     trials = []
     for _ in range(count):

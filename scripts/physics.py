@@ -144,7 +144,7 @@ def choose_labelled(states: Floats, count: int) -> NDArray[np.bool_]:
 def vector_task(config: Config) -> Task:
     """The force on each planet of the solar system, each alone with the Sun.
 
-    A planet begins at its perihelion. A sequence's scale is the largest component of its forces.
+    A planet begins at its perihelion. A sequence has a scale for each component, its largest.
     """
     systems: list[Elements] = []
     for mass, axis, eccentricity in SOLAR_SYSTEM.values():

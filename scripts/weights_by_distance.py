@@ -35,8 +35,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from torch import Tensor
 
 from config import Config, PositiveInt
@@ -50,7 +52,8 @@ from scripts.common.runs import Run, outline
 from scripts.common.tables import print_table
 from scripts.common.validation import TextOptions, on_same_text, stretches, windows
 
-# A distance is near below this share of the length, and far from half of it.
+# Groups of distances are near that end below this share of the length, and far that begin at half
+# of it or later.
 NEAR = 1 / 16
 
 
@@ -58,7 +61,12 @@ NEAR = 1 / 16
 class DistanceOptions(TextOptions):
     """The share of positive weights by distance, and of rows and keys whose weights are all 0."""
 
-    tokens: PositiveInt = option(32768, "validation tokens")
+    tokens: PositiveInt = option(32768, "validation tokens, at least one window")
+
+    def text(self, config: Config) -> NDArray[np.integer]:
+        """The validation text that is cut into windows of the training length."""
+        length = config.block_size
+        return stretches((length,), max(self.tokens, length), config)
 
 
 def identify(options: DistanceOptions, config: Config) -> dict:
@@ -68,7 +76,7 @@ def identify(options: DistanceOptions, config: Config) -> dict:
             "document_mask"
         )
     windows_of = head_windows(outline(config, options.window))
-    targets = stretches((config.block_size,), options.tokens, config)[:, 1:]
+    targets = options.text(config)[:, 1:]
     return {"head_windows": windows_of, "tokens": targets.size}
 
 
@@ -80,7 +88,7 @@ def chunks(options: DistanceOptions, config: Config) -> dict[str, int]:
 def measure(options: DistanceOptions, run: Run, length: int) -> dict:
     """The shares of each head, means over windows of `length` tokens."""
     pairs = visible_pairs(length, head_windows(run.model))  # [layers, H, groups]
-    text = stretches((length,), options.tokens, run.config)
+    text = options.text(run.config)
     measured = defaultdict(list)  # by layer within each window
     for x, _ in windows(text, length, run.device):
         for idx in x.split(1):
@@ -126,12 +134,10 @@ def shares(sign: Tensor, pairs: Tensor) -> dict[str, Tensor]:
     used_rows = used.any(-1)
     used_keys = used.tril(-1).any(-2)  # by a later query
     used_keys = used_keys[:, : length // 2]
-    dead_rows = (~used_rows).double().mean(-1)
-    dead_keys = (~used_keys).double().mean(-1)
     return {
         "positive": counts / pairs,
-        "dead_rows": dead_rows.cpu(),
-        "dead_keys": dead_keys.cpu(),
+        "dead_rows": (~used_rows).cpu().double().mean(-1),  # MPS has no float64
+        "dead_keys": (~used_keys).cpu().double().mean(-1),
     }
 
 

@@ -289,18 +289,21 @@ def test_what_sdpa_leaves_out_is_computed(save, text_file):
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("longest, window", [(16, None), (64, 16)])
 @pytest.mark.parametrize("scaling, kind", [("yarn", "yarn"), ("dynamic_ntk", "dynamic")])
-def test_another_scaling_of_rope(save, text_file, scaling, kind):
-    folder = save("Llama", max_position_embeddings=16)
+def test_another_scaling_of_rope(save, text_file, scaling, kind, longest, window):
+    """From the training length, which is that of the model or, if it is given, the window."""
+    folder = save("Llama", max_position_embeddings=longest)
     options = eval_length.LossOptions(
         files=[str(text_file)],
         rope=scaling,
         rope_factor=4.0,
         rope_theta=500.0,
     )
-    run = load_run(read_model(f"hf:{folder}", None), options)
+    run = load_run(read_model(f"hf:{folder}", window), options)
     tokens = tokens_in(text_file)[None]
     config = transformers.AutoConfig.from_pretrained(folder)
+    config.max_position_embeddings = 16
     config.rope_parameters = {
         "rope_type": kind,
         "factor": 4.0,

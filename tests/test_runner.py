@@ -266,9 +266,9 @@ def test_a_read_only_run_is_measured_beside_the_picture(
     call(attention_maps, run, "--text=such is life", "--tokens=0", f"--out={out.with_stem('maps')}")
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
     assert pictures[1:] == [out, out.with_stem("maps")]
-    (measurement,) = json.loads(out.with_suffix(".json").read_text())
+    (measurement,) = json.loads(out.with_suffix(".eval_length.json").read_text())
     assert measurement["parts"].keys() == {"128 tokens", "256 tokens"}
-    assert out.with_name("maps.json").exists()
+    assert out.with_name("maps.attention_maps.json").exists()
 
 
 # ---- an evaluation of one's own ----

@@ -146,7 +146,8 @@ def scaled_config(config: ModelConfig, options: Options) -> Any:
             raise UserError(f"--rope {scaling}: of {config.label} it is one of {known}")
         if scaling != "dynamic_ntk" and options.rope_factor is None:
             raise UserError(f"--rope {scaling} of {config.label} needs --rope_factor N")
-        trained_length = text_settings.max_position_embeddings
+        trained_length = config.block_size  # max_position_embeddings, or --window
+        text_settings.max_position_embeddings = trained_length  # what Dynamic NTK reads
         rope = {
             "rope_type": ROPE_TYPES[scaling],
             "factor": options.rope_factor or 1.0,

@@ -20,7 +20,12 @@ def run_names(paths: Sequence[str | Path]) -> list[str]:
         return [configs[0].label]
     differing = []
     for key in LEARNED:
-        if any(getattr(config, key) != getattr(configs[0], key) for config in configs):
+        # a run has its own copy of a tokenizer's file
+        values = [
+            config.tokenizer_id if key == "tokenizer" else getattr(config, key)
+            for config in configs
+        ]
+        if any(value != values[0] for value in values):
             differing.append(key)
     show_names = not differing or len({config.label for config in configs}) > 1
     labels = []

@@ -19,7 +19,7 @@ MARKERS = "osD^v<>pPX*hd8H"
 MOST_TICKS = 16
 TITLE_WIDTH = 52  # characters, as many as fit above a panel
 # The controls of scripts.common.validation in a legend.
-THIN = "thin: sliding window, plain RoPE"
+THIN = "thin: sliding window"
 Numbers = Sequence[Any] | np.ndarray  # numbers; None, of y and deviation, leaves a gap
 Style = Literal["line", "thin", "reference", "behind"]
 
@@ -42,6 +42,8 @@ def add_legend(figure: Figure) -> None:
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         entries.update(zip(labels, handles, strict=True))
+    if not entries:
+        return
     # in inches: 0.075 a character, 0.6 the handle, 0.2 a line
     column_width = 0.6 + 0.075 * max(map(len, entries))
     columns = min(len(entries), max(1, int(figure.get_figwidth() / column_width)))

@@ -296,7 +296,7 @@ def results_file(evaluation: Evaluation, path: AnyRun, out: Path | None = None) 
     folder = folder_of(path)
     if out is None or is_writable(folder):
         return folder / f"{evaluation.name}.json"
-    return out.with_suffix(".json")
+    return out.with_suffix(f".{evaluation.name}.json")
 
 
 def read_measurements(file: Path) -> list[dict]:
@@ -377,16 +377,20 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
             file.parent.mkdir(parents=True, exist_ok=True)
             results[name] = measure_or_load(evaluation, options, run, file, weights[name])
         pictures = evaluation.show(options, results)
+        drawn = False
         for name, run in runs.items():
             figure = evaluation.draw_run(options, run, weights[name], results[name])
             if figure is not None and len(runs) == 1:
                 pictures[evaluation.name] = figure
             elif figure is not None:
                 picture = picture_path([path_of(run)], evaluation.name)
-                if not is_writable(picture.parent):
+                if out is not None:
                     words = f"{evaluation.name} {name}".replace("/", " ").split()
                     picture = out.with_stem("_".join([out.stem, *words]))
                 save_picture(figure, picture)
+                drawn = True
+        if out and not pictures and not drawn:
+            print(f"--out {out}: there is nothing to draw", file=sys.stderr)
         save_pictures(pictures, [path_of(run) for run in runs.values()], out)
 
     return main
@@ -432,8 +436,6 @@ def save_pictures(
 
     With --out, the first in that file, each other with its name appended to the stem.
     """
-    if out and not pictures:
-        print(f"--out {out}: there is nothing to draw", file=sys.stderr)
     for i, (name, figure) in enumerate(pictures.items()):
         if out is None:
             file = picture_path(runs, name)

@@ -135,13 +135,22 @@ def require_same_data(runs: Sequence[Path]) -> None:
 
 
 def default_lengths(configs: Sequence[Config], multiples: Sequence[float]) -> tuple[int, ...]:
-    """These multiples of the training lengths, up to the end of any run's learned positions."""
+    """These multiples of the training lengths, up to the end of any run's learned positions.
+
+    Raises UserError if none is left, as of a model of transformers with a longer --window.
+    """
     longest = math.inf
     lengths = set()
     for config in configs:
         lengths |= {int(multiple * config.block_size) for multiple in multiples}
         longest = min(longest, config.longest or math.inf)
-    return tuple(sorted(length for length in lengths if length <= longest))
+    readable = tuple(sorted(length for length in lengths if length <= longest))
+    if not readable:
+        raise UserError(
+            f"{configs[0].out_dir}: its training length is {configs[0].block_size}, but its "
+            f"learned positions end at {longest}: give a --window up to {longest}"
+        )
+    return readable
 
 
 def length_chunks(options: LengthOptions, config: Config) -> dict[str, int]:
@@ -199,14 +208,14 @@ def stretches(
     for begin, end in itertools.pairwise(sorted(bounds)):
         starts.extend(range(begin, end - unit, unit))
         longest = max(longest, end - begin - 1)
-    available = min(wanted, longest)
-    if available < unit:
-        where = "validation tokens are read (val_tokens, or --tokens of eval_length)"
+    if min(wanted, longest) < unit:
+        available = f"the text has {longest} validation tokens with a target"
         if whole_documents and longest < unit:
-            where = "in the longest document"
+            available = f"the longest document has {longest} tokens with a target"
+        elif wanted <= longest:
+            available = f"{wanted} validation tokens are read (--tokens, or val_tokens of the run)"
         raise UserError(
-            f"{config.data_dir}: {available} {where}, but lengths {list(lengths)} need a multiple "
-            f"of {unit}"
+            f"{config.data_dir}: {available}, but lengths {list(lengths)} need a multiple of {unit}"
         )
     return sliding_window_view(tokens, unit + 1)[starts[: wanted // unit]]
 
