@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from config import Config
+from attention_paths.varlen import documents_at_most
+from config import LEARNED, Config
 from errors import UserError, command
 from runtime.config_files import command_line
 
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from data.loader import Loader
+from data.loader import Documents, Loader
 from data.shards import Identity, data_difference
 from data.tasks import TASKS, identity_of, open_loader
 from evaluation import mean_loss
@@ -122,7 +123,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     # ---- data ----
     loader = raise_on_all_ranks(partial(open_loader, config, rank(), world_size(), device))
     identity = identity_of(config) if loader else {}  # a dry run may have no data
-    check_same_data(config, identity)
+    dtype = pick_dtype(config.dtype, device)
+    check_agreement(config, identity, dtype)
     state = None
     if config.resume:
         state = resuming.load_to_resume(run, config)
@@ -130,7 +132,6 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
         check_data(loader, identity, config, state)
 
     # ---- model ----
-    dtype = pick_dtype(config.dtype, device)
     torch.manual_seed(config.seed)
     model = build_model(config).to(device)
     kernel_facts = check_kernels(
@@ -147,12 +148,18 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     training = Training(model, dtype, optimizers, scaler, data=identity)
     if state is not None:
         training.restore(state, config)
-    newest_step = all_reduce_max(training.step)
-    if newest_step > training.step:  # DDP would copy rank 0's weights over the difference
-        raise UserError(f"{run}: rank {rank()} sees an older checkpoint than another rank does")
+    resumed_at = all_gather(training.resumed_at)
+    if len(set(resumed_at)) > 1:  # DDP would copy rank 0's weights over the difference
+        steps = ", ".join("none" if step is None else str(step) for step in resumed_at)
+        raise UserError(
+            f"{run}: the ranks see checkpoints of different steps ({steps}, by rank): the folder "
+            "must be on a file system that all nodes share"
+        )
 
     # after the weights are final: DDP copies rank 0's to all ranks
     loss_fn = compile_and_distribute(model, config, kernel_facts["attention_path"])
+    if loader is not None and loader.documents and "varlen" in kernel_facts["attention_path"]:
+        check_room(config, loader.documents)
     if rank() == 0:
         say(describe(config, training, loader, world_size()))
         if loader is not None and not config.dry_run:
@@ -223,16 +230,25 @@ def train(
 # ---- before the loop ----
 
 
-def check_same_data(config: Config, identity: Identity) -> None:
-    """Raise the same UserError on every rank where ranks read different data."""
-    first, *others = all_gather(identity)
-    for other_rank, other in enumerate(others, start=1):
-        differing = data_difference(first, other)
+def check_agreement(config: Config, identity: Identity, dtype: torch.dtype) -> None:
+    """Raise the same UserError on every rank where ranks differ in data, dtype or settings."""
+    settings = checkpoint.settings_of(config)
+    compared = {key: settings[key] for key in LEARNED if key != "data_dir"}
+    compared["dtype"] = str(dtype).removeprefix("torch.")  # "auto" depends on the GPU
+    first, *others = all_gather((identity, compared))
+    for other_rank, (other_identity, other) in enumerate(others, start=1):
+        differing = data_difference(first[0], other_identity)
         if differing is not None:
             raise UserError(
                 f"{config.data_dir}: rank {other_rank}'s {differing} differ from rank 0's: copy "
                 "the same data to every node"
             )
+        for key, value in first[1].items():
+            if other[key] != value:
+                raise UserError(
+                    f"rank {other_rank} has {key} = {other[key]!r}, rank 0 {value!r}: give every "
+                    "rank the same settings"
+                )
 
 
 def check_data(
@@ -250,6 +266,17 @@ def check_data(
                 "use the same data, or start a new run"
             )
     loader.validation_batches(config.val_tokens, config.batch_size)  # raises if it is too small
+
+
+def check_room(config: Config, documents: Documents) -> None:
+    """Raise UserError if micro-batches have more documents, on average, than varlen_attn takes."""
+    room = documents_at_most(config.batch_size, config.block_size)
+    mean = documents.per_sequence * config.batch_size
+    if mean > room:
+        raise UserError(
+            f"document_mask: a micro-batch has {mean:.0f} documents on average, and varlen_attn "
+            f"has room for {room}: --attention_impl=triton takes any number"
+        )
 
 
 def compile_and_distribute(model: GPT, config: Config, attention_path: str) -> LossFn:
@@ -440,7 +467,10 @@ class Monitor:
 
         `updated` tells whether the step has changed the weights.
         """
-        self.saver.wait()  # the newest checkpoint may still be on its way to the disk
+        try:
+            self.saver.wait()  # the newest checkpoint may still be on its way to the disk
+        except UserError as error_of_write:
+            print(f"warning: a checkpoint is missing: {error_of_write}", file=sys.stderr)
         if rank() == 0:  # every rank gets here, and ends
             if updated or step > 1:
                 advice = how_to_continue(self.config, step, self.saver.newest_step)
@@ -449,7 +479,8 @@ class Monitor:
                     "No update has been applied yet, so a lower learning rate cannot help: check "
                     "the initial weights and the attention's formulas"
                 )
-            print(f"error: step {step}: {error}. {advice}", file=sys.stderr)
+            print(f"error: step {step}: {error}. {advice}", file=sys.stderr, flush=True)
+        all_reduce_max(0)  # torchrun kills the others once a rank has ended
         sys.exit(1)
 
 

@@ -87,6 +87,11 @@ def packed(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
+def documents_at_most(B: int, L: int) -> int:
+    """Return the number of documents that varlen_attn has room for in B sequences of L tokens."""
+    return min(B * L, max(B * L // SHORTEST_MEAN, ALWAYS_ROOM))
+
+
 def sequence_boundaries(
     B: int,
     L: int,
@@ -104,7 +109,7 @@ def sequence_boundaries(
     is_start = document_positions == 0
     is_start[:, 0] = True  # also of a row whose first keys a window hides
     is_start = is_start.flatten()
-    most = min(B * L, max(B * L // SHORTEST_MEAN, ALWAYS_ROOM))
+    most = documents_at_most(B, L)
     torch._assert_async(
         is_start.sum() <= most,
         f"a batch of {B} x {L} tokens has more than {most} documents, for which varlen_attn has no "

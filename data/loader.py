@@ -157,13 +157,17 @@ class TokenLoader(Loader):
         self.tokens = sum(tokens for _, tokens in shards)
         # index of each shard's first sequence, then the total number of sequences
         self.first_sequence = np.cumsum([0, *self._count_sequences(shards, batching)])
+        self._validation_tokens: dict[int, Tokens] = {}  # by their number
         val_shards = open_shards(list_shards(data_dir, "val"))
         self.val_tokens = sum(tokens for _, tokens in val_shards) - 1
         super().__init__(int(self.first_sequence[-1]), batching)
 
     def open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
         T = self.batching.block_size
-        tokens = validation_tokens(self.data_dir, max_tokens, self.vocab_size)
+        tokens = self._validation_tokens.get(max_tokens)
+        if tokens is None:  # read once: the folder may be moved while a run trains
+            tokens = validation_tokens(self.data_dir, max_tokens, self.vocab_size)
+            self._validation_tokens[max_tokens] = tokens
         sequences = sliding_window_view(tokens, T + 1)[::T]
         return lambda index: inputs_and_targets(sequences[index])
 

@@ -225,8 +225,9 @@ def find(run: str | Path, quiet: bool = False) -> Checkpoint:
         try:
             return open_intact(path, path.stat().st_mtime_ns)
         except Exception as error:  # zipfile raises many types for damaged files
-            cause = error.__cause__ or error
-            if isinstance(cause, OSError | MemoryError):  # without it, a run would delete it
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            passing = isinstance(cause, OSError | MemoryError) or "unable to mmap" in str(cause)
+            if passing:  # a run that went on without it would delete it
                 raise UserError(f"{path}: cannot be read now: {first_line(cause)}") from error
             if not quiet:
                 print(f"warning: {path} is damaged: {first_line(error)}", file=sys.stderr)

@@ -94,7 +94,7 @@ def write_run_metadata(run: Path, config: Config, facts: dict, training: Trainin
     write_json(run / "config.json", settings)
     with atomic_write(run / DATA_DIR, "w") as file:
         file.write(os.path.abspath(config.data_dir) + "\n")
-    now = environment(config.device)
+    now = environment(str(training.device))
     record = now | facts
     starts = []
     resumed_at = training.resumed_at

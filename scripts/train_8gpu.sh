@@ -18,11 +18,15 @@ if missing=$(grep "does not exist yet" <<<"$checks"); then
 fi
 # torchrun, but where a signal has stopped the run, without a traceback of its own
 TORCHRUN="
+import signal
 import sys
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import main
+# ignored: SIGHUP under nohup, SIGINT in a script's background job; torchrun would handle them
+names = 'SIGTERM SIGINT SIGHUP SIGQUIT SIGUSR1'.split()
+heard = [name for name in names if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]
 try:
-    main()
+    main(['--signals_to_handle=' + ','.join(heard), *sys.argv[1:]])
 except SignalException as stopped:
     sys.exit(128 + stopped.sigval)
 "
@@ -32,4 +36,4 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # timeout, which must be longer than a step, a validation and a save (torch 2.11: always 30 s).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120
 exec python -c "$TORCHRUN" --standalone --nproc_per_node="$GPUS" --max_restarts="${RESTARTS:-3}" \
-    --signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 train.py --resume=auto "$@"
+    train.py --resume=auto "$@"

@@ -126,31 +126,41 @@ def test_a_lost_process_ends_the_others_and_keeps_the_checkpoint(shards, tmp_pat
     assert checkpoint.find(tmp_path / "run").id["step"] in ((3,) if rank else (0, 3))
 
 
-def test_a_rank_that_sees_an_older_checkpoint_ends_the_run(shards, tmp_path):
+@pytest.mark.parametrize("steps, seen", [(6, "6, 3"), (0, "0, none")])
+def test_ranks_that_see_other_checkpoints_end_the_run(shards, tmp_path, steps, seen):
     """As where out_dir is on each node's own disk."""
-    assert run(arguments(shards, tmp_path / "run")) == 0
+    assert run(arguments(shards, tmp_path / "run", f"--max_iters={steps}")) == 0
     shutil.copytree(tmp_path / "run", tmp_path / "node" / "run")
     run_folder.checkpoints(tmp_path / "node" / "run")[0].unlink()
-    folders = {0: {"chdir": tmp_path}, 1: {"chdir": tmp_path / "node"}}
-    pair = group(arguments(shards, "run", "--resume", "--max_iters=9"), folders)
-    assert [finish(process) for process in reversed(pair)] == [2, 1]
+    folders = {
+        0: {"chdir": tmp_path, "output": tmp_path / "output"},
+        1: {"chdir": tmp_path / "node"},
+    }
+    pair = group(arguments(shards, "run", "--resume=auto", "--max_iters=9"), folders)
+    assert both(pair) == [2, 2]
+    says = f"error: run: the ranks see checkpoints of different steps ({seen}, by rank)"
+    assert says in (tmp_path / "output").read_text()
 
 
-@pytest.mark.parametrize("fault", ["edited", "none"])
-def test_ranks_that_read_different_data_all_end_with_the_same_words(shards, tmp_path, fault):
-    """As where data_dir is on each node's own disk."""
+@pytest.mark.parametrize("fault", ["edited", "none", "config"])
+def test_ranks_that_read_different_files_all_end_with_the_same_words(shards, tmp_path, fault):
+    """As where the files are on each node's own disk."""
     folders = {}
     for rank in range(2):
         node = tmp_path / f"node{rank}"
         data = shutil.copytree(shards, node / "data")
+        (node / "own.py").write_text("window = 8\n")
         folders[rank] = {"chdir": node, "output": tmp_path / f"output{rank}"}
     says = "error: data: rank 1's training shards differ from rank 0's: copy the same data "
     if fault == "edited":
         reverse_shard(data / "text_train_000002.bin")
+    elif fault == "config":
+        (node / "own.py").write_text("window = 9\n")
+        says = "error: rank 1 has window = 9, rank 0 8: give every rank the same settings"
     else:
         shutil.rmtree(data)
         says = "error: rank 1: data does not exist: name the folder of the shards"
-    pair = group(arguments("data", "run"), folders)
+    pair = group(arguments("data", "run", "own.py"), folders)
     assert both(pair) == [2, 2]
     for rank in range(2):
         assert (tmp_path / f"output{rank}").read_text().splitlines()[-1].startswith(says)
@@ -204,7 +214,7 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
     command = arguments(shards, folder, "--max_iters=400", *more)
     log = open(tmp_path / "output", "w+")
     process = subprocess.Popen(
-        ["bash", "scripts/train_8gpu.sh", *command],
+        ["nohup", "bash", "scripts/train_8gpu.sh", *command],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "GPUS": "2", "RESTARTS": "1"},
         stdout=log,
@@ -217,6 +227,7 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
 
     try:
         wait_for(lambda: steps_logged(folder) >= 6)
+        process.send_signal(signal.SIGHUP)  # which nohup ignores
         os.kill(workers()[1], signal.SIGKILL)
         killed_at = steps_logged(folder)
         wait_for(lambda: steps_logged(folder) > killed_at + 8)

@@ -481,7 +481,7 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, c
         "attention | lssar_p3",
         f"parameters | {run.model.count_parameters():,}",
         "trained for | 6 steps of 1,024 tokens of shards0",
-        f"validation loss | {loss:.4f} nats per token at step 6",
+        f"validation loss in training | {loss:.4f} nats per token at step 6",
     ):
         assert f"| {row} |" in card
     assert f'from_pretrained("{target}", trust_remote_code=True)' in printed

@@ -19,6 +19,8 @@ from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
 
 POLL_SECONDS = 0.5
+# What torchrun passes on to its processes.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,10 @@ class PlannedRun:
         processes = processes_of(self.config)
         if processes > 1:
             torchrun = ["-m", "torch.distributed.run", "--standalone"]
+            # without those that are ignored, as SIGHUP is under nohup
+            heard = [number.name for number in STOP_SIGNALS if not is_ignored(number)]
             command += [*torchrun, f"--nproc_per_node={processes}"]
+            command.append(f"--signals_to_handle={','.join(heard)}")
         return [*command, os.path.relpath(ROOT / "train.py"), *self.arguments, "--resume=auto"]
 
     def record(self, values: Sequence[float | None], evaluation: dict) -> dict:
@@ -196,7 +201,7 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
             left.remove(run)
             continue
         print(f"\n{run.folder}; {cost(left)}", flush=True)
-        code = call(run.command())
+        code = check_with_torchrun(run) or call(run.command())
         if code and is_locked(run.folder):  # torchrun exits with 1 instead of EXIT_MISTAKE
             continue  # another process was faster to start
         if code == EXIT_MISTAKE:
@@ -212,6 +217,22 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
                 "all entries need a lower learning_rate"
             )
         left.remove(run)
+
+
+def check_with_torchrun(run: PlannedRun) -> int:
+    """Return the exit code of a dry run with as many processes; 0 where torchrun is not used.
+
+    torchrun hides the exit code of a mistake.
+    """
+    processes = processes_of(run.config)
+    if processes == 1:
+        return 0
+    command = [sys.executable, os.path.relpath(ROOT / "train.py"), *run.arguments]
+    return subprocess.run(
+        [*command, "--resume=auto", "--dry_run"],
+        env=os.environ | {"WORLD_SIZE": str(processes)},
+        stdout=subprocess.DEVNULL,
+    ).returncode
 
 
 def call(command: list[str]) -> int:
@@ -233,5 +254,9 @@ def call(command: list[str]) -> int:
 def stop_on_signals() -> None:
     """Exit on the signals that end a job or close a terminal, so that the children end too."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
+        if not is_ignored(number):
             signal.signal(number, lambda *_: sys.exit(EXIT_STOPPED))
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN
