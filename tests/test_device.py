@@ -260,7 +260,7 @@ def test_a_repository_of_another_user(repository, monkeypatch):
 def started(run, resumed_at):
     """Record that a run starts, or is resumed at a step."""
     scaler = torch.amp.GradScaler("cpu")
-    training = Training(nn.Module(), torch.float32, [], scaler, resumed_at=resumed_at)
+    training = Training(nn.Linear(1, 1), torch.float32, [], scaler, resumed_at=resumed_at)
     config = Config(resume=resumed_at is not None)
     metadata.write_run_metadata(run, config, {}, training)
 
