@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from attention_paths.varlen import documents_at_most
 from config import LEARNED, Config
 from errors import UserError, command
 from runtime.config_files import command_line
@@ -33,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from attention_paths.varlen import documents_at_most
 from data.loader import Documents, Loader
 from data.shards import Identity, data_difference
 from data.tasks import TASKS, identity_of, open_loader

@@ -14,6 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attention_paths import varlen
 from attention_paths.module import Attention
 from attention_paths.reference import NO_CONTEXT, Context
+from config import Config
+from data.loader import Documents
+from errors import UserError
 from layers.build import build_model
 from layers.documents import positions_in_documents
 from layers.selfcheck import MANY_KEYS, check_kernels, why_not_faster
@@ -27,6 +30,7 @@ from tests.test_attention import (
     with_gradients,
 )
 from tests.test_documents import END, packed_tokens
+from train import check_room
 
 BFLOAT16 = torch.bfloat16
 
@@ -231,3 +235,11 @@ def test_grouped_queries_where_torch_has_no_enable_gqa(monkeypatch):
     out = varlen.varlen(layer, q, k[:, :2], v[:, :2], NO_CONTEXT)
     layer.impl = "reference"
     assert torch.allclose(out, layer(q, k[:, :2], v[:, :2]))
+
+
+def test_too_many_documents_end_a_run_at_its_start():
+    config = Config(batch_size=64)
+    check_room(config, Documents(per_sequence=31.0, n_quartiles=[], shards_without=[]))
+    many = Documents(per_sequence=33.0, n_quartiles=[], shards_without=[])
+    with pytest.raises(UserError, match="2112 documents on average, and varlen_attn has room for"):
+        check_room(config, many)
