@@ -113,7 +113,7 @@ def check_windows(model: GPT, window: int) -> None:
     last position's window alone, the third inside of it alone. The second may change the output at
     the last position only by rounding, as of forget gates, which are cumulative sums.
     """
-    if model.trunk.wpe is not None:  # learned positions end before a window would hide a key
+    if model.trunk.wpe is not None:  # learned positions may end before 2 * window
         return
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 2 * window, model.config.n_embd, generator=generator)
@@ -140,5 +140,5 @@ def check_windows(model: GPT, window: int) -> None:
             raise UserError(
                 f"block {number} of this model sees more than its last {window} positions, to "
                 "which --window or the control limits it: its attention must have an attribute "
-                "`window` and keep to it (scripts.eval_length --no_control leaves the control out)"
+                "`window` and keep to it (--no_control, where a command has it, measures without)"
             )

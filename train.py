@@ -64,7 +64,7 @@ from runtime.distributed import (
     stop_signals,
     world_size,
 )
-from runtime.files import lock_folder
+from runtime.files import check_writable, lock_folder
 from runtime.log import Log, say, wandb_settings
 from runtime.memory import fitting_batch_size
 from runtime.pretrained import check_initial, load_initial
@@ -89,10 +89,12 @@ def main(config: Config | None = None) -> None:
     if device.type == "cpu":
         keep_freed_memory()
     batch_size = fitting_batch_size(config, world_size(), device)
-    with (
-        process_group(device, config.timeout, config.dry_run),
-        lock_folder(run, "training this run") if rank() == 0 else nullcontext(),
-    ):
+    lock: AbstractContextManager = nullcontext()
+    if config.dry_run:  # beside a training it would say the same
+        check_writable(run)
+    elif rank() == 0:
+        lock = lock_folder(run, "training this run")
+    with process_group(device, config.timeout, config.dry_run), lock:
         batch_size = min(all_gather(batch_size))  # the ranks' GPUs may differ in memory
         if batch_size != config.batch_size and rank() == 0:
             sequences = config.total_batch_size // (world_size() * config.block_size)
@@ -242,6 +244,11 @@ def check_agreement(config: Config, identity: Identity, dtype: torch.dtype) -> N
             raise UserError(
                 f"{config.data_dir}: rank {other_rank}'s {differing} differ from rank 0's: copy "
                 "the same data to every node"
+            )
+        if other["dtype"] != compared["dtype"] and config.dtype == "auto":
+            raise UserError(
+                f"dtype = 'auto' is {compared['dtype']} or {other['dtype']} on these GPUs: give "
+                "--dtype=float16, or GPUs of one kind"
             )
         for key, value in first[1].items():
             if other[key] != value:
@@ -417,7 +424,7 @@ class Monitor:
         loss, grad_norm = loss_and_norm.tolist()  # they are on the host now
         if not may_continue(loss, grad_norm, self.training.scaler):
             error = f"loss = {loss} or gradient norm = {grad_norm} is not finite"
-            self.end_diverged(step, error, updated=False)
+            self.end_diverged(step, error, weights_are_bad=False)
         self.log.step(
             step,
             loss=loss,
@@ -456,27 +463,28 @@ class Monitor:
             if step == 0:
                 source = self.config.init_from
                 raise UserError(f"initial weights are not finite: init_from = {source!r}")
-            self.end_diverged(step, "its update left non-finite weights", updated=True)
+            self.end_diverged(step, "its update left non-finite weights", weights_are_bad=True)
         self.log.sync()
         self.saver.save("step", self.training.state(self.config))
         if step == 0:
             self.saver.wait()  # so any run with a step can be resumed; a full disk shows at once
 
-    def end_diverged(self, step: int, error: str, updated: bool) -> NoReturn:
+    def end_diverged(self, step: int, error: str, weights_are_bad: bool) -> NoReturn:
         """End the run without saving, so that the newest checkpoint is a good one.
 
-        `updated` tells whether the step has changed the weights.
+        `weights_are_bad` tells whether this step's update made weights that are not finite;
+        otherwise its loss or gradients were not, from the weights before it.
         """
         try:
             self.saver.wait()  # the newest checkpoint may still be on its way to the disk
         except UserError as error_of_write:
             print(f"warning: a checkpoint is missing: {error_of_write}", file=sys.stderr)
         if rank() == 0:  # every rank gets here, and ends
-            if updated or step > 1:
+            if weights_are_bad or step > 1:
                 advice = how_to_continue(self.config, step, self.saver.newest_step)
             else:
                 advice = (
-                    "No update has been applied yet, so a lower learning rate cannot help: check "
+                    "This was before the first update, so a lower learning rate cannot help: check "
                     "the initial weights and the attention's formulas"
                 )
             print(f"error: step {step}: {error}. {advice}", file=sys.stderr, flush=True)

@@ -108,7 +108,7 @@ class ReferenceAttention(nn.Module):
     ) -> None:
         """Most arguments are settings of config.py; the last `alibi_heads` heads have ALiBi.
 
-        `trained_length` is the L of the formulas, which most variants do not use; `s` is the
+        `trained_length` is the T of the formulas, which most variants do not use; `s` is the
         initial value of a learned s.
         """
         super().__init__()

@@ -1,4 +1,4 @@
-# Softmax with the scale log_L n / sqrt d, L the training length (Su 2021, "Entropy invariance of
+# Softmax with the scale log_T n / sqrt d, T the training length (Su 2021, "Entropy invariance of
 # attention": kexue.fm/archives/8823). Qwen's first models and Su's code for RoPE multiply by
-# max(1, log_L n), at evaluation, after training without it.
+# max(1, log_T n), at evaluation, after training without it.
 attention = "softmax_logn"

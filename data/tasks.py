@@ -1,6 +1,7 @@
 """What a run trains on: each task's batches, and what they ask of the model.
 
-A new task is a loader in a file of its own, an entry of TASKS, and a value of the setting `task`.
+A new task is a loader and an identity in a file of its own, an entry of TASKS, and a value of the
+setting `task`.
 """
 
 from collections.abc import Callable

@@ -175,9 +175,9 @@ def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, Any]]:
                     start = line[:40].decode(errors="replace").strip()
                     raise UserError(f"{name}: not JSON: {start}") from error
                 if not isinstance(row, dict):
-                    raise UserError(f"{name}: a {type(row).__name__}, not an object with fields")
+                    raise UserError(f"{name}: not a JSON object with fields")
                 if field not in row:
-                    fields = ", ".join(row)
+                    fields = ", ".join(row) or "none"
                     raise UserError(f'{name}: no field "{field}"; its fields are {fields}')
                 yield name, row[field]
 

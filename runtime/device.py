@@ -238,16 +238,15 @@ PATCH = (
 )
 
 
-def environment(device: str = "auto") -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, Any]:
     """Return versions, the commit, and the machine: the GPU's name, or the CPU's."""
-    picked = pick_device(device)
-    on_gpu = picked.type == "cuda"
+    on_gpu = device.type == "cuda"
     commit = git("rev-parse", "HEAD")
     changes = git("status", "--porcelain", "--untracked-files=no")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "machine": torch.cuda.get_device_name(picked) if on_gpu else cpu_name(),
+        "machine": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "processors": os.cpu_count(),
         "commit": None if commit is None else commit.decode().strip(),
         "modified": None if changes is None else bool(changes or untracked()),

@@ -18,7 +18,7 @@ import msgspec
 
 from config import Config
 from data.shards import Identity, data_difference
-from data.tasks import TASKS, identity_of
+from data.tasks import identity_of
 from data.tokenizer import copy_tokenizer
 from errors import UserError
 from layers.formulas import formulas_hash
@@ -67,8 +67,8 @@ def data_difference_of(run: Path, config: Config) -> str | None:
     changed = data_difference(before, now)
     if changed is None:
         return None
-    source = config.data_dir if TASKS[config.task].reads_shards else "this code's"
-    return f"{changed} that differ from {source}"
+    is_made_by_code = changed in ("recall", "recall sequences", "orbits")
+    return f"{changed} that differ from {'this code' if is_made_by_code else config.data_dir}"
 
 
 def init_from_difference(run: Path, init_from: str) -> str | None:
@@ -94,7 +94,7 @@ def write_run_metadata(run: Path, config: Config, facts: dict, training: Trainin
     write_json(run / "config.json", settings)
     with atomic_write(run / DATA_DIR, "w") as file:
         file.write(os.path.abspath(config.data_dir) + "\n")
-    now = environment(str(training.device))
+    now = environment(training.device)
     record = now | facts
     starts = []
     resumed_at = training.resumed_at

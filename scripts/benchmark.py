@@ -88,8 +88,9 @@ def main() -> None:
     models = parse_models(arguments.configs, arguments.impls.split(","), settings)
     figures = measure(models, arguments.rounds, arguments.phases)
     config = next(iter(models.values()))
-    facts = environment(config.device)
-    dtype = str(pick_dtype(config.dtype, open_device(config.device))).removeprefix("torch.")
+    device = open_device(config.device)
+    facts = environment(device)
+    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     print(
         f"\n{config.n_layer} layers, {config.n_embd} wide, "
         f"{config.batch_size} x {config.block_size} tokens, {dtype}, on {facts['machine']}; "

@@ -146,7 +146,7 @@ def transformers_model(run: Run) -> Any:
         "window": run.facts["window"],
         "log_base": run.facts["log_base"],
         "document_start": run.model.document_start,  # for which the tokenizer's file is not needed
-        "run": run.facts | {"environment": environment(str(run.device))},
+        "run": run.facts | {"environment": environment(run.device)},
         "auto_map": {
             "AutoConfig": f"{CODE}Config",
             "AutoModelForCausalLM": f"{CODE}ForCausalLM",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train on all GPUs of this machine, or on $GPUS of them. If the run's folder has a checkpoint, the
-# run continues from it. If a process dies, the job restarts up to $RESTARTS times, from the last one.
+# run continues from it. If a process dies, the job restarts up to $RESTARTS times.
 # usage: bash scripts/train_8gpu.sh configs/lssar_p15.py [CONFIG.py ...] [--setting=value ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."

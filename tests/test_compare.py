@@ -290,7 +290,7 @@ def test_a_run_with_other_initial_weights_is_not_taken(compared, mine, tmp_path,
     shutil.rmtree(tmp_path / "out/small/mine")
     compared(SOFTMAX, mine, "--lengths=16")
     tmp_path.joinpath("mine.py").write_text("attention = 'ssmax'\n")
-    says = f"mine/seed1337 was trained with --init_from={base} at first, not with init_from = ''"
+    says = f"mine/seed1337 was trained with --init_from={base} as its start, not init_from = ''"
     refused(compared, SOFTMAX, mine, "--lengths=16", says=says)
 
 
@@ -301,7 +301,7 @@ def test_a_run_on_other_recall_sequences_is_not_paired(
     arguments = (f"--scale={recall_scale}", "--lengths=64")
     compared(SOFTMAX, mine, *arguments)
     monkeypatch.setattr("data.recall.hash_sequences", lambda task: "other")
-    says = "softmax/seed1337 was trained with recall sequences that differ from this code's"
+    says = "softmax/seed1337 was trained with recall sequences that differ from this code"
     refused(compared, SOFTMAX, mine, *arguments, says=says)
 
 

@@ -131,6 +131,11 @@ def test_the_command(shards, call, tmp_path, capsys, refused):
     refused(call, copying, runs[0], "--lags=1000", says=says)
     short = build_model(small_config("softmax.py", "--block_size=4", f"--data_dir={shards}"))
     refused(call, copying, saved_run(tmp_path / "short", short), says="T must be at least 8")
+    learned = build_model(small_config("softmax.py", "--positions=learned", f"--data_dir={shards}"))
+    run = saved_run(tmp_path / "learned", learned)
+    call(copying, run, "--passages=5")
+    (result,) = json.loads((run / "copying.json").read_text())
+    assert list(result["parts"]) == ["4", "8", "12"]  # its positions end at 16
 
 
 def test_the_table_of_what_is_kept(reproduced, monkeypatch):

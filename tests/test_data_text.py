@@ -171,7 +171,7 @@ def test_text_refusals(folder, tmp_path, refused):
         ("bad.txt", "ab\xff", "bad.txt: byte 2 is not UTF-8: invalid start byte"),
         ("bad.txt", "ab " * 1000 + "\xc3", "bad.txt: byte 3,000 is not UTF-8: unexpected end"),
         ("bad.jsonl", '{"text": "a"}\n{"body": 1}', 'no field "text"; its fields are body'),
-        ("bad.jsonl", '{"text": "a"}\n["text"]', "bad.jsonl, line 2: a list, not an object"),
+        ("bad.jsonl", '{"text": "a"}\n["text"]', "bad.jsonl, line 2: not a JSON object"),
         ("bad.jsonl", '{"text": "a"}\n\nplain words', "bad.jsonl, line 3: not JSON: plain words"),
         ("bad.jsonl", '{"text": "a\xff"}', "bad.jsonl, line 1: not JSON: {"),
         ("bad.jsonl", '{"text": 5}', 'bad.jsonl, line 1: "text" must be a string, not int'),

@@ -249,12 +249,12 @@ def test_a_patch_does_not_depend_on_the_users_configuration_of_git(repository, t
 
 def test_a_repository_of_another_user(repository, monkeypatch):
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
-    assert device.environment()["commit"]
+    assert device.environment(torch.device("mps:0"))["commit"]  # as torch calls a Mac's GPU
     (repository / "mine.py").touch()
-    assert device.environment()["modified"]
+    assert device.environment(torch.device("cpu"))["modified"]
     monkeypatch.setattr(device, "ROOT", repository.parent)
-    assert device.environment()["commit"] is None
-    assert device.environment()["modified"] is None
+    assert device.environment(torch.device("cpu"))["commit"] is None
+    assert device.environment(torch.device("cpu"))["modified"] is None
 
 
 def started(run, resumed_at):
@@ -269,19 +269,19 @@ def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     started(run, None)
-    assert not device.environment()["modified"]
+    assert not device.environment(torch.device("cpu"))["modified"]
     assert not (run / "uncommitted.patch").exists()
     (repository / "notes.txt").write_text("not tracked, and no code")
-    assert not device.environment()["modified"]
+    assert not device.environment(torch.device("cpu"))["modified"]
     (repository / "mine.py").touch()
-    assert device.environment()["modified"]
+    assert device.environment(torch.device("cpu"))["modified"]
     changed = b"one\nthree\xff\n"  # a diff is bytes, whatever a file holds
     (repository / "model.py").write_bytes(changed)
     (repository / "mine.py").write_text("attention = 'mine'\n")
     started(run, None)
     saved = json.loads((run / "environment.json").read_text())
     assert saved["modified"]
-    assert saved["commit"] == device.environment()["commit"]
+    assert saved["commit"] == device.environment(torch.device("cpu"))["commit"]
     started(run, 200)
     patch = (run / "uncommitted.patch").read_bytes()
     assert (run / "uncommitted_000200.patch").read_bytes() == patch

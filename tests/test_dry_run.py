@@ -47,7 +47,7 @@ def test_a_dry_run_before_the_data_are_made(train, capsys, tmp_path, refused):
 
 def test_a_dry_run_of_a_folder_that_cannot_be_made(train, tmp_path, refused):
     (tmp_path / "file").touch()
-    refused(train, "file/run", "--dry_run", says="Not a directory")
+    refused(train, "file/run", "--dry_run", says="no file can be written there")
 
 
 def test_a_dry_run_of_a_run_that_would_be_resumed(train, capsys):

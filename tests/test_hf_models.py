@@ -415,6 +415,7 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
         ([name, *text, "--rope=yarn"], "needs --rope_factor N"),
         ([gpt2, *text], "a length of 256 is beyond its learned positions, which end at max_"),
         ([gpt2, *text, "--rope=yarn"], "no RoPE"),
+        ([gpt2, "--files", text_file, "--window=4096"], "--window 4096: hf:"),
         ([mamba, "--files", text_file], "has no max_position_embeddings: --window N says"),
         ([bert, *text], "gives other logits, as of an attention that is not causal"),
         ([mamba, *text], "sees more than the keys of a window"),

@@ -470,7 +470,7 @@ def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_rate(train, capsys
     assert stop.value.code == 1
     message = capsys.readouterr().err
     assert "step 1: loss = nan" in message
-    assert "No update has been applied yet, so a lower learning rate cannot help" in message
+    assert "before the first update, so a lower learning rate cannot help" in message
     assert "is good" not in message
 
 

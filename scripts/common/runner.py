@@ -189,7 +189,7 @@ def hash_code(file: Path) -> str:
 
 @functools.cache  # as hash_code
 def environment_at_start(device: str) -> dict[str, Any]:
-    return environment(device)
+    return environment(pick_device(device))
 
 
 # ---- measuring a run once ----
@@ -421,6 +421,10 @@ def read_models(
     models: dict[str, AnyRun] = {}
     for name in names:
         model = read_model(name, trained_length)
+        if model.longest is not None and model.block_size > model.longest:
+            raise UserError(
+                f"--window {model.block_size}: {name}'s learned positions end at {model.longest}"
+            )
         scaled_config(model, options)
         has_control = evaluation.control(options, model) is not None
         models[name] = replace(model, has_control=has_control)

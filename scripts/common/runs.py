@@ -186,6 +186,8 @@ def model_facts(config: ModelConfig, options: Options) -> dict:
         "rope": None if options.rope == "none" else options.rope,  # None: the model's own
         "rope_factor": options.rope_factor,
         "rope_theta": options.rope_theta,
+        # the training length from which a scaling starts; None: the model's own
+        "rope_from": None if options.rope in (None, "none") else config.block_size,
         "window": options.window,
         "p": None,
         "dtype": str(options.torch_dtype).removeprefix("torch."),

@@ -135,22 +135,13 @@ def require_same_data(runs: Sequence[Path]) -> None:
 
 
 def default_lengths(configs: Sequence[Config], multiples: Sequence[float]) -> tuple[int, ...]:
-    """These multiples of the training lengths, up to the end of any run's learned positions.
-
-    Raises UserError if none is left, as of a model of transformers with a longer --window.
-    """
+    """These multiples of the training lengths, up to the end of any run's learned positions."""
     longest = math.inf
     lengths = set()
     for config in configs:
         lengths |= {int(multiple * config.block_size) for multiple in multiples}
         longest = min(longest, config.longest or math.inf)
-    readable = tuple(sorted(length for length in lengths if length <= longest))
-    if not readable:
-        raise UserError(
-            f"{configs[0].out_dir}: its training length is {configs[0].block_size}, but its "
-            f"learned positions end at {longest}: give a --window up to {longest}"
-        )
-    return readable
+    return tuple(sorted(length for length in lengths if length <= longest))
 
 
 def length_chunks(options: LengthOptions, config: Config) -> dict[str, int]:

@@ -28,7 +28,6 @@ TRAINING = (
     *(key for key in settings_in("optimisation") if key != "seed"),
     "init_from",
     "document_mask",
-    "align_documents",
 )
 # What identifies the data of a run in its measurements; a table's conditions have hashes of them.
 NOT_RECORDED = ("data_dir", "val_sha256", "tokenizer", "recall sequences")

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from matplotlib.figure import Figure
 
 from config import Config
@@ -137,15 +138,17 @@ class Work:
                             f"`python train.py --resume {run.folder}` trains on from step "
                             f"{measured['step']}"
                         )
-            except (RuntimeError, UserError) as error:  # other runs may not need a GPU's memory
+            # such as a GPU's memory, or damaged files, which other runs may not have
+            except (RuntimeError, UserError) as error:
                 failures.append(f"{run.folder} cannot be evaluated: {first_line(error)}")
         return failures
 
     def results(self, entry: Entry) -> list[dict]:
         """Return the measured runs of an entry, one for each seed, as table.json has them.
 
-        Runs that cannot be built at this scale, such as a quarter of two heads, or cannot be read,
-        such as runs of an older version, are left out: a run that was chosen has been reported.
+        Of an entry that was not chosen, runs are left out that cannot be built at this scale, as a
+        quarter of two heads, or that cannot be read, as those of an older version. Raises UserError
+        if a chosen one cannot be read, unless `measure` has reported that.
         """
         if self.experiment.compute:
             values, curves = self.experiment.compute(entry)
@@ -153,7 +156,7 @@ class Work:
                 {
                     "seed": None,
                     "values": values,
-                    "environment": environment(),
+                    "environment": environment(torch.device("cpu")),
                     "evaluation": {"curves": curves},
                 }
             ]
@@ -162,6 +165,8 @@ class Work:
             try:
                 result = self.result(entry, self.scale.run(entry, seed))
             except UserError:
+                if entry in self.chosen and self.experiment.read:
+                    raise
                 continue
             if result is not None:
                 results.append(result)

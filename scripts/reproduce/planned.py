@@ -107,7 +107,7 @@ class PlannedRun:
             if self.base.step is None or began.began_with != checkpoint.find(self.base.folder).id:
                 return f"initial weights that differ from {self.base.folder}"
         elif initial := metadata.init_from_difference(self.folder, self.config.init_from):
-            return f"{initial} at first, not with init_from = {self.config.init_from!r}"
+            return f"{initial} as its start, not init_from = {self.config.init_from!r}"
         data = metadata.data_difference_of(self.folder, self.config)
         return data or metadata.formulas_difference(self.folder, self.config)
 
@@ -228,10 +228,11 @@ def check_with_torchrun(run: PlannedRun) -> int:
     if processes == 1:
         return 0
     command = [sys.executable, os.path.relpath(ROOT / "train.py"), *run.arguments]
+    environment = os.environ | {"WORLD_SIZE": str(processes)}
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):  # of a scheduler
+        environment.pop(name, None)
     return subprocess.run(
-        [*command, "--resume=auto", "--dry_run"],
-        env=os.environ | {"WORLD_SIZE": str(processes)},
-        stdout=subprocess.DEVNULL,
+        [*command, "--resume=auto", "--dry_run"], env=environment, stdout=subprocess.DEVNULL
     ).returncode
 
 
