@@ -245,9 +245,9 @@ def check_agreement(config: Config, identity: Identity, dtype: torch.dtype) -> N
                 f"{config.data_dir}: rank {other_rank}'s {differing} differ from rank 0's: copy "
                 "the same data to every node"
             )
-        if other["dtype"] != compared["dtype"] and config.dtype == "auto":
+        if other["dtype"] != first[1]["dtype"] and config.dtype == "auto":
             raise UserError(
-                f"dtype = 'auto' is {compared['dtype']} or {other['dtype']} on these GPUs: give "
+                f"dtype = 'auto' is {first[1]['dtype']} or {other['dtype']} on these GPUs: give "
                 "--dtype=float16, or GPUs of one kind"
             )
         for key, value in first[1].items():

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from config import Config
 from errors import UserError
 from runtime import checkpoint, run_folder
 from runtime.distributed import EXIT_STOPPED, process_group
 from tests.faults import arguments, finish, group, run, start
 from tests.helpers import reverse_shard
 from tests.runs import ROOT, agree, assert_same_run, metrics, saved, steps_logged, wait_for
+from train import check_agreement
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +167,19 @@ def test_ranks_that_read_different_files_all_end_with_the_same_words(shards, tmp
     for rank in range(2):
         assert (tmp_path / f"output{rank}").read_text().splitlines()[-1].startswith(says)
     assert not list(tmp_path.glob("node*/run"))
+
+
+@pytest.mark.parametrize("own", [torch.bfloat16, torch.float16])
+def test_gpus_of_two_kinds_end_on_every_rank_with_the_same_words(monkeypatch, own):
+    """On rank 0, which would train in bfloat16, and on rank 1, which would in float16."""
+
+    def gather(value):
+        identity, settings = value
+        return [(identity, settings | {"dtype": dtype}) for dtype in ("bfloat16", "float16")]
+
+    monkeypatch.setattr("train.all_gather", gather)
+    with pytest.raises(UserError, match="dtype = 'auto' is bfloat16 or float16 on these GPUs"):
+        check_agreement(Config(), {}, own)
 
 
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
