@@ -41,7 +41,7 @@ RUN/attention_maps.json is a list of measurements:
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -54,7 +54,6 @@ from config import Config, NonNegativeInt
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from evaluation import head_windows, layer_attention_weights
-from runtime.checkpoint import Checkpoint
 from scripts.common.command_line import option
 from scripts.common.groups import distances, sum_groups, with_nan, without_nan
 from scripts.common.hf_loading import CausalLM
@@ -67,13 +66,12 @@ from scripts.common.hf_models import (
 )
 from scripts.common.papers import LSSAR
 from scripts.common.plots import panels
-from scripts.common.runner import NO_TEXT, Evaluation, Results, as_command
-from scripts.common.runs import Run, load_run, outline
+from scripts.common.runner import NO_TEXT, Results, as_command
+from scripts.common.runs import Run, load_run, model_on_meta
 from scripts.common.tables import print_table
 from scripts.common.validation import (
-    FilesOptions,
-    LengthOptions,
-    on_same_text,
+    LengthEvaluation,
+    ModelEvaluation,
     stretches,
     windows,
 )
@@ -87,9 +85,10 @@ COLUMNS = ("first_token", "entropy", "entropy_share", "zeros", "dead", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MapOptions(LengthOptions, FilesOptions):
+class AttentionMaps(LengthEvaluation, ModelEvaluation):
     """What heads attend to: maps of a text, the attention sink, and entropy."""
 
+    name = "attention_maps"
     multiples = (1, 8)
 
     layer: int = option(-1, "layer to map: 0 is the first, -1 the last")
@@ -126,69 +125,89 @@ class MapOptions(LengthOptions, FilesOptions):
         lengths = self.lengths_of(config)
         return stretches(lengths, max(self.tokens, math.lcm(*lengths)), config)
 
+    def align(self, configs: Sequence[Config]) -> Self:
+        """The evaluation unchanged.
 
-def align(options: MapOptions, configs: Sequence[Config]) -> MapOptions:
-    """The options unchanged.
+        Raises UserError if the runs have different numbers of chunks, or would be measured on
+        different text.
+        """
+        if self.tokens > 0:
+            super().align(configs)
+        counts = {len(self.chunks(config)) for config in configs}
+        if len(counts) > 1:
+            raise UserError("learned positions end before a default length: give --lengths")
+        return self
 
-    Raises UserError if the runs have different numbers of chunks, or would be measured on
-    different text.
-    """
-    if options.tokens > 0:
-        on_same_text(options, configs)
-    counts = {len(chunks(options, config)) for config in configs}
-    if len(counts) > 1:
-        raise UserError("learned positions end before a default length: give --lengths")
-    return options
+    def identify(self, config: Config) -> dict:
+        if not -config.n_layer <= self.layer < config.n_layer:
+            raise UserError(
+                f"--layer {self.layer}: this model has layers 0 to {config.n_layer - 1}"
+            )
+        if config.document_mask:
+            raise UserError(
+                "attention_maps counts all earlier tokens as keys: it cannot measure a run with "
+                "document_mask"
+            )
+        text_tokens = len(self.ids(config))
+        if config.longest is not None and text_tokens > config.longest:
+            raise UserError(
+                f"{config.out_dir}: the text has {text_tokens} tokens, but the model's learned "
+                f"positions end at {config.longest}: give a shorter --text, or --text '' for none"
+            )
+        facts: dict[str, Any] = {"layer": self.layer_of(config)}
+        if not isinstance(config, ModelConfig):
+            facts["head_windows"] = head_windows(model_on_meta(config, self.window))
+        if self.tokens == 0:
+            return facts | NO_TEXT | {"tokens": 0}
+        if min(self.lengths_of(config)) < 2:
+            raise UserError("--lengths must be at least 2: a single key leaves no choice")
+        targets = self.validation(config)[:, 1:]
+        return facts | {"tokens": targets.size}
 
+    def chunks(self, config: Config) -> dict[str, Any]:
+        """None for the text, and the lengths of windows."""
+        by_name: dict[str, Any] = {}
+        if self.text:
+            by_name[f"text: {self.text}"] = None
+        for length in self.lengths_of(config):
+            by_name[f"{length} tokens"] = length
+        return by_name
 
-def identify(options: MapOptions, config: Config) -> dict:
-    if not -config.n_layer <= options.layer < config.n_layer:
-        raise UserError(f"--layer {options.layer}: this model has layers 0 to {config.n_layer - 1}")
-    if config.document_mask:
-        raise UserError(
-            "attention_maps counts all earlier tokens as keys: it cannot measure a run with "
-            "document_mask"
-        )
-    text_tokens = len(options.ids(config))
-    if config.longest is not None and text_tokens > config.longest:
-        raise UserError(
-            f"{config.out_dir}: the text has {text_tokens} tokens, but the model's learned "
-            f"positions end at {config.longest}: give a shorter --text, or --text '' for none"
-        )
-    facts: dict[str, Any] = {"layer": options.layer_of(config)}
-    if not isinstance(config, ModelConfig):
-        facts["head_windows"] = head_windows(outline(config, options.window))
-    if options.tokens == 0:
-        return facts | NO_TEXT | {"tokens": 0}
-    if min(options.lengths_of(config)) < 2:
-        raise UserError("--lengths must be at least 2: a single key leaves no choice")
-    targets = options.validation(config)[:, 1:]
-    return facts | {"tokens": targets.size}
+    def measure(self, run: Run, chunk: Any) -> dict:
+        layer = self.layer_of(run.config)
+        if chunk is None:
+            text = torch.tensor([self.ids(run.config)])
+            return measure_rows(run, layer, [text])
+        return measure_rows(run, layer, self.single_windows(run, chunk))
 
+    def single_windows(self, run: Run, length: int) -> Iterator[Tensor]:
+        """The windows [1, length] of the validation text."""
+        validation = self.validation(run.config)
+        for x, _ in windows(validation, length, run.device):
+            yield from x.split(1)
 
-def chunks(options: MapOptions, config: Config) -> dict[str, Any]:
-    """None for the text, and the lengths of windows."""
-    by_name: dict[str, Any] = {}
-    if options.text:
-        by_name[f"text: {options.text}"] = None
-    for length in options.lengths_of(config):
-        by_name[f"{length} tokens"] = length
-    return by_name
+    def show(self, results: Results) -> dict[str, Figure]:
+        """Print a table of every chunk, with a line for every run."""
+        # the default lengths of runs with other training lengths differ
+        parts = [result["parts"] for result in results.values()]
+        for names in zip(*parts, strict=True):
+            print(f"\nlayer {self.layer}, {ascii(names[0][:46])}; means over heads and rows")
+            table = [["", "length", *COLUMNS]]
+            for (run, result), name in zip(results.items(), names, strict=True):
+                part = result["parts"][name]
+                cells = [f"{mean_over_heads(part, column):.4f}" for column in COLUMNS]
+                table.append([run, str(part["length"]), *cells])
+            print_table(table)
+        return {}
 
-
-def measure(options: MapOptions, run: Run, chunk: Any) -> dict:
-    layer = options.layer_of(run.config)
-    if chunk is None:
-        text = torch.tensor([options.ids(run.config)])
-        return measure_rows(run, layer, [text])
-    return measure_rows(run, layer, single_windows(options, run, chunk))
-
-
-def single_windows(options: MapOptions, run: Run, length: int) -> Iterator[Tensor]:
-    """The windows [1, length] of the validation text."""
-    validation = options.validation(run.config)
-    for x, _ in windows(validation, length, run.device):
-        yield from x.split(1)
+    def draw_run(self, path: AnyRun, result: dict) -> Figure | None:
+        if not self.text:
+            return None
+        run = load_run(path, self)
+        layer = result["layer"]
+        ids = self.ids(run.config)
+        A, keys = weights(run, layer, torch.tensor([ids]))
+        return plot_maps(run, layer, ids, A, keys)
 
 
 # ---- rows, by the number of keys ----
@@ -286,33 +305,6 @@ def mean_over_heads(part: dict, name: str) -> float:
 # ---- the tables and the pictures ----
 
 
-def show(options: MapOptions, results: Results) -> dict[str, Figure]:
-    """Print a table of every chunk, with a line for every run."""
-    # the default lengths of runs with other training lengths differ
-    parts = [result["parts"] for result in results.values()]
-    for names in zip(*parts, strict=True):
-        print(f"\nlayer {options.layer}, {ascii(names[0][:46])}; means over heads and rows")
-        table = [["", "length", *COLUMNS]]
-        for (run, result), name in zip(results.items(), names, strict=True):
-            part = result["parts"][name]
-            cells = [f"{mean_over_heads(part, column):.4f}" for column in COLUMNS]
-            table.append([run, str(part["length"]), *cells])
-        print_table(table)
-    return {}
-
-
-def draw_run(
-    options: MapOptions, path: AnyRun, checkpoint: Checkpoint | None, measurement: dict
-) -> Figure | None:
-    if not options.text:
-        return None
-    run = load_run(path, options, checkpoint)
-    layer = measurement["layer"]
-    ids = options.ids(run.config)
-    A, keys = weights(run, layer, torch.tensor([ids]))
-    return plot_maps(run, layer, ids, A, keys)
-
-
 def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor, keys: Tensor) -> Figure:
     """All heads' weights A [H, L, L] on token ids [L], one panel each, clamped as in Figure A1.
 
@@ -351,18 +343,7 @@ def printable(config: Config, token: int) -> str:
     return ascii(text)[1:-1].replace("$", r"\$")
 
 
-ATTENTION_MAPS = Evaluation(
-    name="attention_maps",
-    options=MapOptions,
-    identify=identify,
-    chunks=chunks,
-    measure=measure,
-    show=show,
-    align=align,
-    draw_run=draw_run,
-    takes_models=True,
-)
-main = as_command(ATTENTION_MAPS)
+main = as_command(AttentionMaps)
 
 if __name__ == "__main__":
     main()

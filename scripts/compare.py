@@ -49,7 +49,7 @@ from runtime.config_files import format_value, load_config, parse, read_file
 from scripts.common.command_line import parse_lengths
 from scripts.common.labels import shorten
 from scripts.eval_length import UNIT
-from scripts.recall import RecallOptions
+from scripts.recall import Recall
 from scripts.reproduce import beside, kinds, metrics, pictures
 from scripts.reproduce.entries import (
     CONFIGS,
@@ -242,7 +242,7 @@ def build_experiment(
     elif any(scale.run(entry, 0).config.positions == "learned" for entry in entries):
         multiples = (1,)
     elif task == "recall":
-        multiples = RecallOptions.multiples
+        multiples = Recall.multiples
     else:
         multiples = kinds.MULTIPLES
     title = f"Compared with {entries[0].name}"

@@ -39,7 +39,7 @@ Writes copying.json and copying.png. In the JSON `parts` are by lag, "1024":
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Self
 
 import numpy as np
 import torch
@@ -52,16 +52,14 @@ from errors import UserError
 from scripts.common.command_line import option, parse_lengths
 from scripts.common.labels import title_of
 from scripts.common.plots import Curve, Style, draw_by_length
-from scripts.common.runner import Evaluation, Results, as_command, with_controls
+from scripts.common.runner import Results, as_command, with_controls
 from scripts.common.runs import Run, batches
 from scripts.common.tables import print_table
 from scripts.common.validation import (
-    ControlOptions,
+    ControlledEvaluation,
     check_lengths,
     checked_tokens,
     default_lengths,
-    on_same_text,
-    sliding_window,
 )
 
 # In training lengths.
@@ -72,8 +70,10 @@ UNIT = "worth of the first copy (nats per token)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyingOptions(ControlOptions):
+class Copying(ControlledEvaluation):
     """What a passage is worth to a model that meets it again, by the distance in tokens."""
+
+    name = "copying"
 
     lags: tuple[int, ...] | None = option(
         None,
@@ -89,51 +89,62 @@ class CopyingOptions(ControlOptions):
             lags = default_lengths([config], BEYOND)
         return sorted({*default_lengths([config], WITHIN), *lags})
 
+    def longest_window(self, config: Config) -> int:
+        """The tokens of the window with the longest lag."""
+        return self.lags_of(config)[-1] + passage_of(config)
+
+    def identify(self, config: Config) -> dict:
+        size = passage_of(config)
+        if size < 2:  # the first token of a copy does not count
+            raise UserError(
+                f"a passage is a quarter of T = {config.block_size}: T must be at least 8"
+            )
+        lags = self.lags_of(config)
+        check_lengths(config, [self.longest_window(config)])
+        if lags[0] < size:
+            raise UserError(f"lag {lags[0]} is shorter than a passage, which has {size} tokens")
+        available = len(checked_tokens(config))
+        needed = max(lags[-1], self.passages * size)
+        if available < needed:
+            raise UserError(
+                f"{config.data_dir}: {available} validation tokens, but {self.passages} passages "
+                f"of {size} tokens and a lag of {lags[-1]} take {needed}"
+            )
+        return {"passages": self.passages, "passage_tokens": size}
+
+    def chunks(self, config: Config) -> dict[str, int]:
+        """The lags."""
+        return {str(lag): lag for lag in self.lags_of(config)}
+
+    def measure(self, run: Run, lag: int) -> dict:
+        tokens = checked_tokens(run.config)
+        run.model.document_start = None  # both copies are in one document
+        copied, other = copies(tokens, self.passages, lag, passage_of(run.config))
+        loss = copy_losses(run, copied, lag)
+        loss_without = copy_losses(run, other, lag)
+        return {"lag": lag, "loss": loss.mean().item(), "worth": (loss_without - loss).tolist()}
+
+    def control(self, config: Config) -> Self | None:
+        return self.window_control(config, self.longest_window(config))
+
+    def show(self, results: Results) -> dict[str, Figure]:
+        """Print loss, worth of the first copy and share kept by lag, and draw the worth."""
+        title = title_of(results)
+        print(f"\n{UNIT}, {title}" if title else f"\n{UNIT}")
+        curves = []
+        for name, result, is_control in with_controls(results):
+            label = name
+            if is_control:
+                label += f", sliding window of {result['window']}"
+            print(f"\n{label}, {result['passages']} passages of {result['passage_tokens']} tokens")
+            print_lags(result)
+            curves.append(worth_curve(name, result, is_control))
+        return {"copying": draw_by_length(results.values(), title, curves, "lag", UNIT)}
+
 
 def passage_of(config: Config) -> int:
     """The tokens of a passage."""
     return int(PASSAGE * config.block_size)
-
-
-def longest_window(options: CopyingOptions, config: Config) -> int:
-    """The tokens of the window with the longest lag."""
-    return options.lags_of(config)[-1] + passage_of(config)
-
-
-def identify(options: CopyingOptions, config: Config) -> dict:
-    size = passage_of(config)
-    if size < 2:  # the first token of a copy does not count
-        raise UserError(f"a passage is a quarter of T = {config.block_size}: T must be at least 8")
-    lags = options.lags_of(config)
-    check_lengths(config, [longest_window(options, config)])
-    if lags[0] < size:
-        raise UserError(f"lag {lags[0]} is shorter than a passage, which has {size} tokens")
-    available = len(checked_tokens(config))
-    needed = max(lags[-1], options.passages * size)
-    if available < needed:
-        raise UserError(
-            f"{config.data_dir}: {available} validation tokens, but {options.passages} passages of "
-            f"{size} tokens and a lag of {lags[-1]} take {needed}"
-        )
-    return {"passages": options.passages, "passage_tokens": size}
-
-
-def chunks(options: CopyingOptions, config: Config) -> dict[str, int]:
-    """The lags."""
-    return {str(lag): lag for lag in options.lags_of(config)}
-
-
-def measure(options: CopyingOptions, run: Run, lag: int) -> dict:
-    tokens = checked_tokens(run.config)
-    run.model.document_start = None  # both copies are in one document
-    copied, other = copies(tokens, options.passages, lag, passage_of(run.config))
-    loss = copy_losses(run, copied, lag)
-    loss_without = copy_losses(run, other, lag)
-    return {"lag": lag, "loss": loss.mean().item(), "worth": (loss_without - loss).tolist()}
-
-
-def control(options: CopyingOptions, config: Config) -> CopyingOptions | None:
-    return sliding_window(options, config, longest_window(options, config))
 
 
 def copies(
@@ -199,21 +210,6 @@ def shares_kept(result: dict) -> dict[int, float | str]:
     return shares
 
 
-def show(options: CopyingOptions, results: Results) -> dict[str, Figure]:
-    """Print loss, worth of the first copy and share kept by lag, and draw the worth."""
-    title = title_of(results)
-    print(f"\n{UNIT}, {title}" if title else f"\n{UNIT}")
-    curves = []
-    for name, result, is_control in with_controls(results):
-        label = name
-        if is_control:
-            label += f", sliding window of {result['window']}"
-        print(f"\n{label}, {result['passages']} passages of {result['passage_tokens']} tokens")
-        print_lags(result)
-        curves.append(worth_curve(name, result, is_control))
-    return {"copying": draw_by_length(results.values(), title, curves, "lag", UNIT)}
-
-
 def print_lags(result: dict) -> None:
     """Print a column for each lag."""
     shares = shares_kept(result)
@@ -244,18 +240,7 @@ def worth_curve(name: str, result: dict, is_control: bool) -> Curve:
     return Curve(name, lags, worths, errors, band="standard error", style=style)
 
 
-COPYING = Evaluation(
-    name="copying",
-    options=CopyingOptions,
-    identify=identify,
-    chunks=chunks,
-    align=on_same_text,
-    measure=measure,
-    show=show,
-    control=control,
-    takes_models=True,
-)
-main = as_command(COPYING)
+main = as_command(Copying)
 
 if __name__ == "__main__":
     main()

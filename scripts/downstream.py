@@ -25,7 +25,6 @@ from matplotlib.figure import Figure
 from config import Config, PositiveInt
 from errors import UserError, did_you_mean, first_line
 from scripts.common.command_line import option, require
-from scripts.common.options import EvaluationOptions
 from scripts.common.papers import LSSAR
 from scripts.common.runner import NO_TEXT, Evaluation, Results, as_command
 from scripts.common.runs import Run
@@ -48,8 +47,10 @@ BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class DownstreamOptions(EvaluationOptions):
+class Downstream(Evaluation):
     """Scores on tasks of lm-evaluation-harness: LSSAR Tables 2, A1 and A2, or any others."""
+
+    name = "downstream"
 
     tasks: str = option("paper", "tasks, such as arc_easy,piqa; paper: the tasks of LSSAR's tables")
     max_length: PositiveInt | None = option(None, "longest input in tokens (default: 2x training)")
@@ -61,52 +62,62 @@ class DownstreamOptions(EvaluationOptions):
             return PAPER_TASKS
         return tuple(self.tasks.split(","))
 
+    def longest(self, config: Config) -> int:
+        """The most tokens at once."""
+        return self.max_length or max(default_lengths([config], (1, 2)))
 
-def longest(options: DownstreamOptions, config: Config) -> int:
-    """The most tokens at once."""
-    return options.max_length or max(default_lengths([config], (1, 2)))
+    def identify(self, config: Config) -> dict:
+        length = self.longest(config)
+        check_lengths(config, [length])
+        load_tasks(self.names)  # before a run is trained, for tasks that cannot be measured
+        return NO_TEXT | {
+            "max_length": length,
+            "limit": self.limit,
+            "bootstrap_iters": BOOTSTRAP_ITERS,
+        }
 
+    def chunks(self, config: Config) -> dict[str, str]:
+        """The tasks."""
+        return {name: name for name in self.names}
 
-def identify(options: DownstreamOptions, config: Config) -> dict:
-    length = longest(options, config)
-    check_lengths(config, [length])
-    load_tasks(options.names)  # before a run is trained, for tasks that cannot be measured
-    return NO_TEXT | {
-        "max_length": length,
-        "limit": options.limit,
-        "bootstrap_iters": BOOTSTRAP_ITERS,
-    }
+    def measure(self, run: Run, name: str) -> dict:
+        manager, tasks = load_tasks(self.names)
+        import lm_eval
 
+        model = harness_model(run, self.longest(run.config))
+        try:
+            results = lm_eval.simple_evaluate(
+                model,
+                tasks=tasks[name],
+                task_manager=manager,
+                limit=self.limit,
+                bootstrap_iters=BOOTSTRAP_ITERS,
+                log_samples=False,
+            )
+        except (AssertionError, ValueError) as error:  # the harness's own checks
+            reason = str(error) or f"an answer has no or over {model.max_length} tokens"
+            raise UserError(f"task {name} cannot be evaluated: {reason}") from error
+        return {"lm_eval": lm_eval.__version__} | {key: results[key] for key in KEPT}
 
-def chunks(options: DownstreamOptions, config: Config) -> dict[str, str]:
-    """The tasks."""
-    return {name: name for name in options.names}
+    def summarise(self, parts: dict[str, dict]) -> dict:
+        """The versions of the harness."""
+        versions = {part["lm_eval"] for part in parts.values()}
+        return {"lm_eval": ", ".join(sorted(versions))}
 
+    def show(self, results: Results) -> dict[str, Figure]:
+        """Print the harness's table of each run; there is no picture."""
+        from lm_eval.utils import make_table
 
-def measure(options: DownstreamOptions, run: Run, name: str) -> dict:
-    manager, tasks = load_tasks(options.names)
-    import lm_eval
-
-    model = harness_model(run, longest(options, run.config))
-    try:
-        results = lm_eval.simple_evaluate(
-            model,
-            tasks=tasks[name],
-            task_manager=manager,
-            limit=options.limit,
-            bootstrap_iters=BOOTSTRAP_ITERS,
-            log_samples=False,
-        )
-    except (AssertionError, ValueError) as error:  # the harness's own checks
-        reason = str(error) or f"an answer has no or over {model.max_length} tokens"
-        raise UserError(f"task {name} cannot be evaluated: {reason}") from error
-    return {"lm_eval": lm_eval.__version__} | {key: results[key] for key in KEPT}
-
-
-def summarise(parts: dict[str, dict]) -> dict:
-    """The versions of the harness."""
-    versions = {part["lm_eval"] for part in parts.values()}
-    return {"lm_eval": ", ".join(sorted(versions))}
+        for name, result in results.items():
+            how = [f"{key} {result[key]}" for key in ("step", "rope", "max_length", "lm_eval")]
+            print(f"\n{name}: {', '.join(how)}")
+            of_all_tasks: dict[str, dict] = {}
+            for key in KEPT:
+                of_all_tasks[key] = {}
+                for part in result["parts"].values():
+                    of_all_tasks[key] |= part[key]
+            print(make_table(of_all_tasks))
+        return {}
 
 
 # ---- the harness ----
@@ -190,32 +201,7 @@ def harness_model(run: Run, max_length: int) -> Any:
 # ---- results ----
 
 
-def show(options: DownstreamOptions, results: Results) -> dict[str, Figure]:
-    """Print the harness's table of each run; there is no picture."""
-    from lm_eval.utils import make_table
-
-    for name, result in results.items():
-        how = [f"{key} {result[key]}" for key in ("step", "rope", "max_length", "lm_eval")]
-        print(f"\n{name}: {', '.join(how)}")
-        of_all_tasks: dict[str, dict] = {}
-        for key in KEPT:
-            of_all_tasks[key] = {}
-            for part in result["parts"].values():
-                of_all_tasks[key] |= part[key]
-        print(make_table(of_all_tasks))
-    return {}
-
-
-DOWNSTREAM = Evaluation(
-    name="downstream",
-    options=DownstreamOptions,
-    identify=identify,
-    chunks=chunks,
-    measure=measure,
-    show=show,
-    summarise=summarise,
-)
-main = as_command(DOWNSTREAM)
+main = as_command(Downstream)
 
 if __name__ == "__main__":
     main()

@@ -54,7 +54,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from matplotlib.figure import Figure
@@ -68,14 +68,12 @@ from scripts.common.command_line import option
 from scripts.common.hf_models import ModelConfig
 from scripts.common.labels import title_of
 from scripts.common.plots import Curve, draw_by_length
-from scripts.common.runner import Evaluation, Results, as_command, with_controls
+from scripts.common.runner import Results, as_command, with_controls
 from scripts.common.runs import Run
 from scripts.common.tables import print_table
 from scripts.common.validation import (
-    ControlOptions,
-    LengthOptions,
-    on_same_text,
-    sliding_window,
+    ControlledEvaluation,
+    LengthEvaluation,
     stretches,
     windows,
 )
@@ -88,9 +86,20 @@ UNIT = "validation loss (nats per token)"
 MEANING = "gain: of context beyond the training length, at the longest length; below 0 it hurts"
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """The windows of one length."""
+
+    length: int
+    by_position: bool = False  # also the loss at each position
+    documents: str | None = None  # apart or joined
+
+
 @dataclass(frozen=True, kw_only=True)
-class LossOptions(LengthOptions, ControlOptions):
+class LossByLength(LengthEvaluation, ControlledEvaluation):
     """Loss at lengths beyond the training length, over the same tokens at every length."""
+
+    name = "eval_length"
 
     tokens: PositiveInt | None = option(None, "tokens to predict (default: one per 24 weights)")
     per_position: bool = option(False, "also measure the loss by position at the greatest length")
@@ -122,82 +131,86 @@ class LossOptions(LengthOptions, ControlOptions):
             )
         return (None, "apart")
 
+    def text(self, config: Config) -> NDArray:
+        lengths = self.lengths_of(config)
+        tokens = self.tokens or default_tokens(config, lengths)
+        return stretches(lengths, tokens, config, self.whole_documents)
 
-@dataclass(frozen=True)
-class Chunk:
-    """The windows of one length."""
+    def identify(self, config: Config) -> dict:
+        return {"tokens": self.text(config)[:, 1:].size}
 
-    length: int
-    by_position: bool = False  # also the loss at each position
-    documents: str | None = None  # apart or joined
+    def chunks(self, config: Config) -> dict[str, Chunk]:
+        lengths = self.lengths_of(config)
+        by_name = {}
+        for length, documents in itertools.product(lengths, self.maskings(config)):
+            name = f"{length} tokens"
+            if documents is not None:
+                name += f" {documents}"
+            if self.whole_documents:  # stretches of other lengths are in other documents
+                name += f" in {math.lcm(*lengths)} of whole documents"
+            by_position = self.per_position and length == lengths[-1]
+            if by_position:
+                name += " by position"
+            by_name[name] = Chunk(length, by_position, documents)
+        return by_name
 
-
-def text_of(options: LossOptions, config: Config) -> NDArray:
-    lengths = options.lengths_of(config)
-    tokens = options.tokens or default_tokens(config, lengths)
-    return stretches(lengths, tokens, config, options.whole_documents)
-
-
-def identify(options: LossOptions, config: Config) -> dict:
-    return {"tokens": text_of(options, config)[:, 1:].size}
-
-
-def chunks(options: LossOptions, config: Config) -> dict[str, Chunk]:
-    lengths = options.lengths_of(config)
-    by_name = {}
-    for length, documents in itertools.product(lengths, options.maskings(config)):
-        name = f"{length} tokens"
-        if documents is not None:
-            name += f" {documents}"
-        if options.whole_documents:  # stretches of other lengths are in other documents
-            name += f" in {math.lcm(*lengths)} of whole documents"
-        by_position = options.per_position and length == lengths[-1]
-        if by_position:
-            name += " by position"
-        by_name[name] = Chunk(length, by_position, documents)
-    return by_name
-
-
-def measure(options: LossOptions, run: Run, chunk: Chunk) -> dict:
-    text = text_of(options, run.config)
-    if chunk.documents is not None:
-        run = replace(run, model=copy.copy(run.model))  # with the same weights
-        is_apart = chunk.documents == "apart"
-        run.model.document_start = run.config.end_of_text if is_apart else None
-        if is_apart and not run.config.document_mask:  # not yet checked within documents
-            check_kernels(run.model, run.config, run.dtype, within_documents=True)
-    by_position, by_window = mean_losses(run, windows(text, chunk.length, run.device))
-    by_stretch = by_window.view(len(text), -1).mean(1)
-    values: dict[str, Any] = {
-        "length": chunk.length,
-        "loss": by_position.mean().item(),
-        "standard_error": standard_error(by_stretch),
-        "by_stretch": [round(loss, 6) for loss in by_stretch.tolist()],
-    }
-    if chunk.documents is not None:
-        values["documents"] = chunk.documents
-        values["document_starts"] = int((text == run.config.end_of_text).sum())
-    if chunk.by_position:
-        values["loss_by_position"] = by_position.tolist()
-    return values
-
-
-def control(options: LossOptions, config: Config) -> LossOptions | None:
-    window = sliding_window(options, config, max(options.lengths_of(config)))
-    return None if window is None else replace(window, documents="trained")
-
-
-def summarise(parts: dict[str, dict]) -> dict:
-    """The lengths and losses; of the other masking they are under `apart` or `joined`."""
-    summary: dict[str, Any] = {}
-    for documents, group in by_masking(parts).items():
-        losses = {
-            "lengths": [part["length"] for part in group],
-            "loss": [part["loss"] for part in group],
-            "standard_error": [part["standard_error"] for part in group],
+    def measure(self, run: Run, chunk: Chunk) -> dict:
+        text = self.text(run.config)
+        if chunk.documents is not None:
+            run = replace(run, model=copy.copy(run.model))  # with the same weights
+            is_apart = chunk.documents == "apart"
+            run.model.document_start = run.config.end_of_text if is_apart else None
+            if is_apart and not run.config.document_mask:  # not yet checked within documents
+                check_kernels(run.model, run.config, run.dtype, within_documents=True)
+        by_position, by_window = mean_losses(run, windows(text, chunk.length, run.device))
+        by_stretch = by_window.view(len(text), -1).mean(1)
+        values: dict[str, Any] = {
+            "length": chunk.length,
+            "loss": by_position.mean().item(),
+            "standard_error": standard_error(by_stretch),
+            "by_stretch": [round(loss, 6) for loss in by_stretch.tolist()],
         }
-        summary |= {documents: losses} if documents else losses
-    return summary
+        if chunk.documents is not None:
+            values["documents"] = chunk.documents
+            values["document_starts"] = int((text == run.config.end_of_text).sum())
+        if chunk.by_position:
+            values["loss_by_position"] = by_position.tolist()
+        return values
+
+    def align(self, configs: Sequence[Config]) -> Self:
+        """All runs at the same lengths, on the same tokens.
+
+        Raises UserError if the runs would be measured on different text.
+        """
+        super().align(configs)
+        lengths = self.lengths_of(*configs)
+        tokens = self.tokens
+        if tokens is None:
+            tokens = min(default_tokens(config, lengths) for config in configs)
+        return replace(self, lengths=lengths, tokens=tokens)
+
+    def control(self, config: Config) -> Self | None:
+        control = self.window_control(config, max(self.lengths_of(config)))
+        return None if control is None else replace(control, documents="trained")
+
+    def summarise(self, parts: dict[str, dict]) -> dict:
+        """The lengths and losses; of the other masking they are under `apart` or `joined`."""
+        summary: dict[str, Any] = {}
+        for documents, group in by_masking(parts).items():
+            losses = {
+                "lengths": [part["length"] for part in group],
+                "loss": [part["loss"] for part in group],
+                "standard_error": [part["standard_error"] for part in group],
+            }
+            summary |= {documents: losses} if documents else losses
+        return summary
+
+    def show(self, results: Results) -> dict[str, Figure]:
+        """Print the losses, the controls and the gains, and draw the losses."""
+        title = title_of(results)
+        print_losses(results, title, self.whole_documents)
+        picture = "loss_by_position" if self.per_position else "loss_by_length"
+        return {picture: plot(results, title, self.per_position)}
 
 
 def by_masking(parts: dict[str, dict]) -> dict[str, list[dict]]:
@@ -209,19 +222,6 @@ def by_masking(parts: dict[str, dict]) -> dict[str, list[dict]]:
         key = "" if documents == as_trained else documents
         groups.setdefault(key, []).append(part)
     return groups
-
-
-def align(options: LossOptions, configs: Sequence[Config]) -> LossOptions:
-    """All runs at the same lengths, on the same tokens.
-
-    Raises UserError if the runs would be measured on different text.
-    """
-    on_same_text(options, configs)
-    lengths = options.lengths_of(*configs)
-    tokens = options.tokens
-    if tokens is None:
-        tokens = min(default_tokens(config, lengths) for config in configs)
-    return replace(options, lengths=lengths, tokens=tokens)
 
 
 def default_tokens(config: Config, lengths: Sequence[int]) -> int:
@@ -311,14 +311,6 @@ def error_range(errors: Iterable[float | None]) -> str:
 
 
 # ---- the table and the pictures ----
-
-
-def show(options: LossOptions, results: Results) -> dict[str, Figure]:
-    """Print the losses, the controls and the gains, and draw the losses."""
-    title = title_of(results)
-    print_losses(results, title, options.whole_documents)
-    picture = "loss_by_position" if options.per_position else "loss_by_length"
-    return {picture: plot(results, title, options.per_position)}
 
 
 def print_losses(results: Results, title: str, whole_documents: bool) -> None:
@@ -427,19 +419,7 @@ def smoothed(losses: list[float]) -> list[float]:
     return curve
 
 
-EVAL_LENGTH = Evaluation(
-    name="eval_length",
-    options=LossOptions,
-    identify=identify,
-    chunks=chunks,
-    measure=measure,
-    show=show,
-    align=align,
-    control=control,
-    summarise=summarise,
-    takes_models=True,
-)
-main = as_command(EVAL_LENGTH)
+main = as_command(LossByLength)
 
 if __name__ == "__main__":
     main()

@@ -35,7 +35,6 @@ from config import Config, PositiveInt
 from data.tokenizer import Tokenizer, get_tokenizer
 from errors import UserError
 from evaluation import layer_attention_weights
-from runtime.checkpoint import Checkpoint
 from scripts.common.command_line import option
 from scripts.common.hf_models import AnyRun
 from scripts.common.labels import title_of
@@ -43,21 +42,19 @@ from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.retrieval import (
     ANSWER_TOKENS,
     ASK,
-    RetrievalOptions,
+    RetrievalEvaluation,
     Trial,
     answered,
     check_prompts,
     first_number,
     print_accuracies,
 )
-from scripts.common.runner import Evaluation, Results, as_command
+from scripts.common.runner import Results, as_command
 from scripts.common.runs import Run
 from scripts.common.validation import (
-    TextOptions,
+    TextEvaluation,
     accuracies,
     checked_tokens,
-    length_chunks,
-    on_same_text,
 )
 
 CITIES = (
@@ -127,9 +124,10 @@ class Haystack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeedleOptions(RetrievalOptions, TextOptions):
+class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
     """Needle in a haystack: a city's number in a long text, and the attention that it gets."""
 
+    name = "needle"
     shortest = SHORTEST
 
     samples: PositiveInt = option(1000, "needles per length and depth")
@@ -141,50 +139,98 @@ class NeedleOptions(RetrievalOptions, TextOptions):
         """The name of the chunk with the needle scores."""
         return f"scores of {self.score_trials} needles in {self.score_length} tokens"
 
+    def identify(self, config: Config) -> dict:
+        if self.score_length < SHORTEST:
+            raise UserError(
+                f"--score_length {self.score_length} is too short: a prompt and its answer take up "
+                f"to {SHORTEST} tokens"
+            )
+        lengths = (*self.lengths_of(config), self.score_length)
+        check_prompts(config, lengths, SHORTEST)
+        available = len(checked_tokens(config))
+        longest = max(lengths)
+        if longest > available:
+            raise UserError(
+                f"{config.data_dir}: {available} validation tokens, but a haystack of {longest}"
+            )
+        return {"samples": self.samples, "sample_seed": self.seed}
+
+    def chunks(self, config: Config) -> dict[str, int | None]:
+        """The lengths; the chunk with the needle scores has None instead."""
+        return super().chunks(config) | {self.scores: None}
+
+    def measure(self, run: Run, length: int | None) -> dict:
+        haystack = haystack_of(run.config)
+        if length is None:
+            return self.score(run, haystack)
+        shares = []
+        for depth in DEPTHS:
+            rng = random.Random(f"needle {self.seed} {length} {depth}")
+            needles = haystack.draws(self.samples, rng, length, depth)
+            answers = answered(run, needles, length, never=haystack.tokenizer.eot)
+            grades = [grade(needle, text) for needle, text in answers]
+            shares.append({name: grades.count(name) / len(grades) for name in GRADES})
+        by_depth = [share["correct"] for share in shares]
+        return {
+            "accuracy": statistics.mean(by_depth),
+            "accuracy_by_depth": by_depth,
+            "grades_by_depth": shares,
+        }
+
+    def score(self, run: Run, haystack: Haystack) -> dict:
+        """Needle scores: the top heads at one needle, the top score at each of many."""
+        length = self.score_length
+        rng = random.Random(f"needle scores {self.seed} {length}")
+        fixed_needle = haystack.hide(*FIXED, length, rng.random())
+        needles = chain([fixed_needle], haystack.draws(self.score_trials, rng, length))
+        trials: list[dict[str, Any]] = []
+        for needle, text in answered(run, needles, length, never=haystack.tokenizer.eot):
+            scores = needle_scores(run, needle)
+            trial = {
+                "city": needle.city,
+                "number": needle.number,
+                "depth": round(needle.depth, 4),
+                "answer": text,
+                "grade": grade(needle, text),
+            }
+            if not trials:
+                trial["heads"] = top_heads(scores)
+            else:
+                trial["top_score"] = scores.max().item()
+            trials.append(trial)
+        return {"length": length, "one needle": trials[0], "trials": trials[1:]}
+
+    def show(self, results: Results) -> dict[str, Figure]:
+        """Print every run's accuracy by length; draw Figs. 7 and 8."""
+        head_curves = []
+        trial_curves: list[Curve] = []
+        for name, result in results.items():
+            print_accuracies(name, result, "needles")
+            scores = result["parts"][self.scores]
+            best = [head["score"] for head in scores["one needle"]["heads"]]
+            label = f"{name}, {scores['one needle']['grade']}"
+            head_curves.append(Curve(label, range(1, len(best) + 1), best))
+            trial_curves += curves_by_grade(name, scores["trials"])
+        one = f"one needle, {FIXED[2]:.0%} deep in {self.score_length:,} tokens"
+        many = f"needles at random depths of {self.score_length:,} tokens"
+        heads = draw_curves({one: head_curves}, "attention head, by score", "needle score")
+        trials = draw_curves({many: trial_curves}, "trial, by top score", "top needle score")
+        return {"needle_heads": heads, "needle_scores": trials}
+
+    def draw_run(self, path: AnyRun, result: dict) -> Figure:
+        """Fig. 6: the share of needles found at each length and depth."""
+        lengths = [*accuracies(result)]
+        parts = [result["parts"][str(length)] for length in lengths]
+        shares = {}
+        for i, depth in enumerate(DEPTHS):
+            shares[f"{depth:.0%}"] = [part["accuracy_by_depth"][i] for part in parts]
+        opened = title_of({"": result})
+        title = f"{result['variant']}, {opened}"
+        return heat_map(title, shares, [f"{length:,}" for length in lengths], "needles found (%)")
+
 
 def haystack_of(config: Config) -> Haystack:
     return Haystack(checked_tokens(config), get_tokenizer(config.tokenizer))
-
-
-def identify(options: NeedleOptions, config: Config) -> dict:
-    if options.score_length < SHORTEST:
-        raise UserError(
-            f"--score_length {options.score_length} is too short: a prompt and its answer take up "
-            f"to {SHORTEST} tokens"
-        )
-    lengths = (*options.lengths_of(config), options.score_length)
-    check_prompts(config, lengths, SHORTEST)
-    available = len(checked_tokens(config))
-    longest = max(lengths)
-    if longest > available:
-        raise UserError(
-            f"{config.data_dir}: {available} validation tokens, but a haystack of {longest}"
-        )
-    return {"samples": options.samples, "sample_seed": options.seed}
-
-
-def chunks(options: NeedleOptions, config: Config) -> dict[str, int | None]:
-    """The lengths; the chunk with the needle scores has None instead."""
-    return length_chunks(options, config) | {options.scores: None}
-
-
-def measure(options: NeedleOptions, run: Run, length: int | None) -> dict:
-    haystack = haystack_of(run.config)
-    if length is None:
-        return score(run, options, haystack)
-    shares = []
-    for depth in DEPTHS:
-        rng = random.Random(f"needle {options.seed} {length} {depth}")
-        needles = haystack.draws(options.samples, rng, length, depth)
-        answers = answered(run, needles, length, never=haystack.tokenizer.eot)
-        grades = [grade(needle, text) for needle, text in answers]
-        shares.append({name: grades.count(name) / len(grades) for name in GRADES})
-    by_depth = [share["correct"] for share in shares]
-    return {
-        "accuracy": statistics.mean(by_depth),
-        "accuracy_by_depth": by_depth,
-        "grades_by_depth": shares,
-    }
 
 
 def grade(needle: Needle, text: str) -> str:
@@ -208,30 +254,6 @@ def needle_scores(run: Run, needle: Needle) -> Tensor:
     return torch.cat(layers)[..., 0].cpu()  # of [1, H, 1] each
 
 
-def score(run: Run, options: NeedleOptions, haystack: Haystack) -> dict:
-    """Needle scores: the top heads at one needle, the top score at each of many."""
-    length = options.score_length
-    rng = random.Random(f"needle scores {options.seed} {length}")
-    fixed_needle = haystack.hide(*FIXED, length, rng.random())
-    needles = chain([fixed_needle], haystack.draws(options.score_trials, rng, length))
-    trials: list[dict[str, Any]] = []
-    for needle, text in answered(run, needles, length, never=haystack.tokenizer.eot):
-        scores = needle_scores(run, needle)
-        trial = {
-            "city": needle.city,
-            "number": needle.number,
-            "depth": round(needle.depth, 4),
-            "answer": text,
-            "grade": grade(needle, text),
-        }
-        if not trials:
-            trial["heads"] = top_heads(scores)
-        else:
-            trial["top_score"] = scores.max().item()
-        trials.append(trial)
-    return {"length": length, "one needle": trials[0], "trials": trials[1:]}
-
-
 def top_heads(scores: Tensor) -> list[dict]:
     """The heads with the highest of the scores [layers, H]."""
     heads = []
@@ -242,38 +264,6 @@ def top_heads(scores: Tensor) -> list[dict]:
 
 
 # ---- the pictures ----
-
-
-def draw_run(
-    options: NeedleOptions, path: AnyRun, weights: Checkpoint | None, measurement: dict
-) -> Figure:
-    """Fig. 6: the share of needles found at each length and depth."""
-    lengths = [*accuracies(measurement)]
-    parts = [measurement["parts"][str(length)] for length in lengths]
-    shares = {}
-    for i, depth in enumerate(DEPTHS):
-        shares[f"{depth:.0%}"] = [part["accuracy_by_depth"][i] for part in parts]
-    opened = title_of({"": measurement})
-    title = f"{measurement['variant']}, {opened}"
-    return heat_map(title, shares, [f"{length:,}" for length in lengths], "needles found (%)")
-
-
-def show(options: NeedleOptions, results: Results) -> dict[str, Figure]:
-    """Print every run's accuracy by length; draw Figs. 7 and 8."""
-    head_curves = []
-    trial_curves: list[Curve] = []
-    for name, result in results.items():
-        print_accuracies(name, result, "needles")
-        scores = result["parts"][options.scores]
-        best = [head["score"] for head in scores["one needle"]["heads"]]
-        label = f"{name}, {scores['one needle']['grade']}"
-        head_curves.append(Curve(label, range(1, len(best) + 1), best))
-        trial_curves += curves_by_grade(name, scores["trials"])
-    one = f"one needle, {FIXED[2]:.0%} deep in {options.score_length:,} tokens"
-    many = f"needles at random depths of {options.score_length:,} tokens"
-    heads = draw_curves({one: head_curves}, "attention head, by score", "needle score")
-    trials = draw_curves({many: trial_curves}, "trial, by top score", "top needle score")
-    return {"needle_heads": heads, "needle_scores": trials}
 
 
 def curves_by_grade(name: str, trials: list[dict]) -> list[Curve]:
@@ -288,17 +278,7 @@ def curves_by_grade(name: str, trials: list[dict]) -> list[Curve]:
     return curves
 
 
-NEEDLE = Evaluation(
-    name="needle",
-    options=NeedleOptions,
-    identify=identify,
-    chunks=chunks,
-    align=on_same_text,
-    measure=measure,
-    show=show,
-    draw_run=draw_run,
-)
-main = as_command(NEEDLE)
+main = as_command(NeedleRetrieval)
 
 if __name__ == "__main__":
     main()

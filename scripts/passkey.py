@@ -26,16 +26,16 @@ from scripts.common.labels import title_of
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.retrieval import (
     ANSWER_TOKENS,
-    RetrievalOptions,
+    RetrievalEvaluation,
     Trial,
     answered,
     check_prompts,
     first_number,
     print_accuracies,
 )
-from scripts.common.runner import NO_TEXT, Evaluation, Results, as_command
+from scripts.common.runner import NO_TEXT, Results, as_command
 from scripts.common.runs import Run
-from scripts.common.validation import accuracies, length_chunks
+from scripts.common.validation import accuracies
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -50,24 +50,34 @@ SHORTEST = 1 + len(TASK) + len(KEY.format(key=LARGEST_KEY)) + len(QUESTION) + AN
 
 
 @dataclass(frozen=True, kw_only=True)
-class PasskeyOptions(RetrievalOptions):
+class PasskeyRetrieval(RetrievalEvaluation):
     """Passkey retrieval: a number stated once in a long, dull text and asked for at its end."""
 
+    name = "passkey"
     multiples = (1, 1.5, 2, 4, 8)
     shortest = SHORTEST
 
     trials: PositiveInt = option(100, "trials per length")
 
+    def identify(self, config: Config) -> dict:
+        check_prompts(config, self.lengths_of(config), SHORTEST)
+        return NO_TEXT | {"trials": self.trials, "trial_seed": self.seed}
 
-def identify(options: PasskeyOptions, config: Config) -> dict:
-    check_prompts(config, options.lengths_of(config), SHORTEST)
-    return NO_TEXT | {"trials": options.trials, "trial_seed": options.seed}
+    def measure(self, run: Run, length: int) -> dict:
+        tokenizer = get_tokenizer(run.config.tokenizer)
+        trials = make_trials(tokenizer, length, self.trials, self.seed)
+        return judge(list(answered(run, trials, length)))
 
-
-def measure(options: PasskeyOptions, run: Run, length: int) -> dict:
-    tokenizer = get_tokenizer(run.config.tokenizer)
-    trials = make_trials(tokenizer, length, options.trials, options.seed)
-    return judge(list(answered(run, trials, length)))
+    def show(self, results: Results) -> dict[str, Figure]:
+        """Print every run's accuracy by length; LSSAR, Fig. 2: a curve for each run."""
+        curves = []
+        for name, result in results.items():
+            print_accuracies(name, result, "passkeys")
+            shares = accuracies(result)
+            curves.append(Curve(name, list(shares), list(shares.values())))
+        title = title_of(results)
+        figure = draw_by_length(results.values(), title, curves, "length", "passkeys found (%)")
+        return {"passkey": figure}
 
 
 def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Trial]:
@@ -109,27 +119,7 @@ def judge(answers: list[tuple[Trial, str]]) -> dict:
     return {"accuracy": accuracy, "trials": trials}
 
 
-def show(options: PasskeyOptions, results: Results) -> dict[str, Figure]:
-    """Print every run's accuracy by length; LSSAR, Fig. 2: a curve for each run."""
-    curves = []
-    for name, result in results.items():
-        print_accuracies(name, result, "passkeys")
-        shares = accuracies(result)
-        curves.append(Curve(name, list(shares), list(shares.values())))
-    title = title_of(results)
-    figure = draw_by_length(results.values(), title, curves, "length", "passkeys found (%)")
-    return {"passkey": figure}
-
-
-PASSKEY = Evaluation(
-    name="passkey",
-    options=PasskeyOptions,
-    identify=identify,
-    chunks=length_chunks,
-    measure=measure,
-    show=show,
-)
-main = as_command(PASSKEY)
+main = as_command(PasskeyRetrieval)
 
 if __name__ == "__main__":
     main()

@@ -42,7 +42,6 @@ from optim import build_optimizers, build_scaler
 from runtime.checkpoint import Training
 from runtime.device import open_device
 from scripts.common.command_line import option, require
-from scripts.common.options import EvaluationOptions
 from scripts.common.papers import LSSAR
 from scripts.common.runner import Evaluation, Results, as_command
 from scripts.common.runs import Run
@@ -72,34 +71,6 @@ COLUMNS = ("cosine", "relative_error", "rank_correlation", "median_relative_erro
 # pyoperon always fits an additive constant. Below this share of F's standard deviation the constant
 # is not printed, and a law with it is still a law.
 OFFSET = 0.01
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhysicsOptions(EvaluationOptions):
-    """What a model of orbits knows of Newton's law: LSSAR, section 3.4, Table 3, Figs. 1 and A7."""
-
-    task = "orbits"
-
-    steps: PositiveInt = option(10_000, "steps of each fine-tuning")
-    batch: PositiveInt = option(64, "sequences in a step")
-    pairs: Annotated[int, ("at least", 10)] = option(
-        10_000, "two-body systems, a tenth of which is judged"
-    )
-    oracle: bool = option(False, "average the nearest labels instead of asking the model")
-
-
-def identify(options: PhysicsOptions, config: Config) -> dict:
-    require("physics", "sklearn", "pyoperon")
-    return {
-        "steps": options.steps,
-        "batch": options.batch,
-        "pairs": options.pairs,
-        "oracle": options.oracle,
-    }
-
-
-def measure(options: PhysicsOptions, run: Run, probe: Callable[..., dict]) -> dict:
-    return probe(options, run)
 
 
 # ---- the labels ----
@@ -194,13 +165,174 @@ def magnitude_task(config: Config, pairs: int) -> Task:
 # ---- the probes ----
 
 
-def predict(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Floats:
-    """The forces [sequences, points, outputs] at all points, by the model or the oracle."""
-    if options.oracle:
-        targets = nearest_labels(task, NEIGHBOURS[probe])
-    else:
-        targets = finetune(options, run, probe, task)
-    return targets * task.scale
+@dataclass(frozen=True, kw_only=True)
+class Physics(Evaluation):
+    """What a model of orbits knows of Newton's law: LSSAR, section 3.4, Table 3, Figs. 1 and A7."""
+
+    name = "physics"
+    task = "orbits"
+
+    steps: PositiveInt = option(10_000, "steps of each fine-tuning")
+    batch: PositiveInt = option(64, "sequences in a step")
+    pairs: Annotated[int, ("at least", 10)] = option(
+        10_000, "two-body systems, a tenth of which is judged"
+    )
+    oracle: bool = option(False, "average the nearest labels instead of asking the model")
+
+    def identify(self, config: Config) -> dict:
+        require("physics", "sklearn", "pyoperon")
+        return {
+            "steps": self.steps,
+            "batch": self.batch,
+            "pairs": self.pairs,
+            "oracle": self.oracle,
+        }
+
+    def chunks(self, config: Config) -> dict[str, Callable[[Run], dict]]:
+        """The probes."""
+        return {"vectors": self.probe_vectors, "magnitudes": self.probe_magnitudes}
+
+    def measure(self, run: Run, probe: Callable[[Run], dict]) -> dict:
+        return probe(run)
+
+    def predict(self, run: Run, probe: str, task: Task) -> Floats:
+        """The forces [sequences, points, outputs] at all points, by the model or the oracle."""
+        if self.oracle:
+            targets = nearest_labels(task, NEIGHBOURS[probe])
+        else:
+            targets = self.finetune(run, probe, task)
+        return targets * task.scale
+
+    def finetune(self, run: Run, probe: str, task: Task) -> Floats:
+        """Fine-tune a copy of the run's model on the labels; its outputs at all points, scaled.
+
+        Raises RuntimeError where the loss or the gradient norm is not finite.
+        """
+        config = run.config.replace(
+            learning_rate=LEARNING_RATES[probe] * run.config.learning_rate,
+            min_lr=0.0,
+            optimizer="adamw",
+        )
+        open_device(self.device)  # with the float32 precision of training
+        torch.manual_seed(config.seed)
+        outputs = task.forces.shape[-1]
+        model = with_new_head(run.model, outputs).to(run.device).train()
+        optimizers = build_optimizers(model, config)
+        scaler = build_scaler(run.device, run.dtype)
+        training = Training(model, run.dtype, optimizers, scaler)
+        x = torch.from_numpy(task.tokens).long().to(run.device)
+        labelled = np.where(task.labelled[..., None], task.targets, np.nan)
+        y = torch.from_numpy(labelled).float().to(run.device)
+
+        def forces(tokens: Tensor) -> Tensor:
+            """The outputs at the planets' positions: every other entry from the second on."""
+            return model(tokens)[:, 1::2].float()
+
+        def squared_error(tokens: Tensor, labels: Tensor) -> Tensor:
+            errors = forces(tokens) - labels
+            return errors[~labels.isnan()].square().sum()
+
+        for step in trange(self.steps, desc="fine-tuning", leave=False, disable=None):
+            sequences = min(self.batch, len(x))
+            order = epoch_order(step * sequences, sequences, len(x), config.seed)
+            indices = torch.from_numpy(order)
+            tokens = x[indices]
+            labels = y[indices]
+            micro_batches = zip(
+                tokens.split(config.batch_size), labels.split(config.batch_size), strict=True
+            )
+            count = int((~labels.isnan()).sum())
+            batch = StepBatch(list(micro_batches), divisor=count, tokens=0)
+            loss, norm = train_step(training, squared_error, batch, config.grad_clip)
+            if not may_continue(loss.item(), norm.item(), scaler):
+                raise RuntimeError(
+                    f"{run.path}: {probe} diverged at step {step + 1}: loss {loss}, gradient {norm}"
+                )
+        model.eval()
+        with torch.no_grad(), run.autocast():
+            predicted = [forces(batch).cpu() for batch in x.split(config.batch_size)]
+        return torch.cat(predicted).double().numpy()
+
+    def probe_vectors(self, run: Run) -> dict:
+        """Cosine, relative error and up to ARROWS of each planet's unlabelled forces."""
+        task = vector_task(run.config)
+        predictions = self.predict(run, "vectors", task)
+        planets = {}
+        for i, name in enumerate(SOLAR_SYSTEM):
+            unlabelled = ~task.labelled[i]
+            predicted = predictions[i, unlabelled]
+            true = task.forces[i, unlabelled]
+            places = task.states[i, unlabelled, :2]
+            lengths = np.linalg.norm(predicted, axis=-1)
+            true_lengths = np.linalg.norm(true, axis=-1)
+            errors = np.linalg.norm(predicted - true, axis=-1)
+            products = (predicted * true).sum(-1)
+            cosines = products / np.maximum(lengths * true_lengths, SMALLEST)
+            every = math.ceil(len(places) / ARROWS)
+            planets[name] = {
+                "cosine": float(cosines.mean()),
+                "relative_error": float((errors / true_lengths).mean()),
+                "at": places[::every].tolist(),
+                "true": true[::every].tolist(),
+                "predicted": predicted[::every].tolist(),
+            }
+        means = {}
+        for column in ("cosine", "relative_error"):
+            values = [planet[column] for planet in planets.values()]
+            means[column] = float(np.mean(values))
+        return means | {"planets": planets}
+
+    def probe_magnitudes(self, run: Run) -> dict:
+        """How the predicted F at positions without a label depends on r, m1 and m2."""
+        from scipy.stats import spearmanr
+        from sklearn.neighbors import NearestNeighbors
+        from sklearn.preprocessing import StandardScaler
+
+        task = magnitude_task(run.config, self.pairs)
+        unlabelled = ~task.labelled
+        forces = self.predict(run, "magnitudes", task)[unlabelled, 0]
+        true = task.forces[unlabelled, 0]
+        errors = np.abs(forces - true) / true
+        states = task.states[unlabelled]
+        positive = forces > 0
+        # log F = constant + sum of exponent * log variable
+        log_states = np.log(states[positive])
+        design = np.column_stack((np.ones(len(log_states)), log_states))
+        log_forces = np.log(forces[positive])
+        exponents = [None] * len(VARIABLES)
+        if len(log_forces) >= design.shape[1]:
+            fit, *_ = np.linalg.lstsq(design, log_forces, rcond=None)
+            exponents = fit[1:].tolist()
+        # by the distance to the next labelled state, in standard deviations
+        scaler = StandardScaler()
+        neighbours = NearestNeighbors(n_neighbors=1)
+        neighbours.fit(scaler.fit_transform(task.states[task.labelled]))
+        distance, _ = neighbours.kneighbors(scaler.transform(states))
+        nearest = np.argsort(distance[:, 0], kind="stable")[:NEAREST]
+        return {
+            "rank_correlation": float(spearmanr(forces, true).statistic),
+            "median_relative_error": float(np.median(errors)),
+            "exponents": dict(zip(VARIABLES, exponents, strict=True)),
+            "positive": float(positive.mean()),
+            "positions": len(forces),
+            "engine": f"pyoperon {importlib.metadata.version('pyoperon')}",
+            "laws": find_laws(states[nearest], forces[nearest], run.config.seed),
+        }
+
+    def show(self, results: Results) -> dict[str, Figure]:
+        """Print the scores and the laws of every run, and draw the forces of all."""
+        headings = [column.replace("_", " ") for column in COLUMNS]
+        table = [["", *headings, *VARIABLES]]
+        for name, result in results.items():
+            scores = result["parts"]["vectors"] | result["parts"]["magnitudes"]
+            values = [scores[column] for column in COLUMNS]
+            values += scores["exponents"].values()
+            table.append([name, *("–" if value is None else f"{value:.3f}" for value in values)])
+            for law in scores["laws"]:
+                print(f"{name}, law by {scores['engine']}: F = {law['equation']}")
+        print_table(table)
+        picture = "oracle" if self.oracle else "forces"
+        return {picture: plot_forces(results)}
 
 
 def nearest_labels(task: Task, neighbours: int) -> Floats:
@@ -215,57 +347,6 @@ def nearest_labels(task: Task, neighbours: int) -> Floats:
     return targets.reshape(task.forces.shape)
 
 
-def finetune(options: PhysicsOptions, run: Run, probe: str, task: Task) -> Floats:
-    """Fine-tune a copy of the run's model on the labels; its outputs at all points, scaled.
-
-    Raises RuntimeError where the loss or the gradient norm is not finite.
-    """
-    config = run.config.replace(
-        learning_rate=LEARNING_RATES[probe] * run.config.learning_rate,
-        min_lr=0.0,
-        optimizer="adamw",
-    )
-    open_device(options.device)  # with the float32 precision of training
-    torch.manual_seed(config.seed)
-    outputs = task.forces.shape[-1]
-    model = with_new_head(run.model, outputs).to(run.device).train()
-    optimizers = build_optimizers(model, config)
-    scaler = build_scaler(run.device, run.dtype)
-    training = Training(model, run.dtype, optimizers, scaler)
-    x = torch.from_numpy(task.tokens).long().to(run.device)
-    labelled = np.where(task.labelled[..., None], task.targets, np.nan)
-    y = torch.from_numpy(labelled).float().to(run.device)
-
-    def forces(tokens: Tensor) -> Tensor:
-        """The outputs at the planets' positions: every other entry from the second on."""
-        return model(tokens)[:, 1::2].float()
-
-    def squared_error(tokens: Tensor, labels: Tensor) -> Tensor:
-        errors = forces(tokens) - labels
-        return errors[~labels.isnan()].square().sum()
-
-    for step in trange(options.steps, desc="fine-tuning", leave=False, disable=None):
-        sequences = min(options.batch, len(x))
-        order = epoch_order(step * sequences, sequences, len(x), config.seed)
-        indices = torch.from_numpy(order)
-        tokens = x[indices]
-        labels = y[indices]
-        micro_batches = zip(
-            tokens.split(config.batch_size), labels.split(config.batch_size), strict=True
-        )
-        count = int((~labels.isnan()).sum())
-        batch = StepBatch(list(micro_batches), divisor=count, tokens=0)
-        loss, norm = train_step(training, squared_error, batch, config.grad_clip)
-        if not may_continue(loss.item(), norm.item(), scaler):
-            raise RuntimeError(
-                f"{run.path}: {probe} diverged at step {step + 1}: loss {loss}, gradient {norm}"
-            )
-    model.eval()
-    with torch.no_grad(), run.autocast():
-        predicted = [forces(batch).cpu() for batch in x.split(config.batch_size)]
-    return torch.cat(predicted).double().numpy()
-
-
 def with_new_head(model: GPT, outputs: int) -> GPT:
     """A copy of the model whose head is a new linear layer, with a bias, of so many outputs."""
     model = copy.deepcopy(model)
@@ -273,74 +354,6 @@ def with_new_head(model: GPT, outputs: int) -> GPT:
     nn.init.normal_(model.lm_head.weight, std=0.02)
     nn.init.zeros_(model.lm_head.bias)
     return model
-
-
-def probe_vectors(options: PhysicsOptions, run: Run) -> dict:
-    """Cosine and relative error of each planet's unlabelled forces, and up to ARROWS of them."""
-    task = vector_task(run.config)
-    predictions = predict(options, run, "vectors", task)
-    planets = {}
-    for i, name in enumerate(SOLAR_SYSTEM):
-        unlabelled = ~task.labelled[i]
-        predicted = predictions[i, unlabelled]
-        true = task.forces[i, unlabelled]
-        places = task.states[i, unlabelled, :2]
-        lengths = np.linalg.norm(predicted, axis=-1)
-        true_lengths = np.linalg.norm(true, axis=-1)
-        errors = np.linalg.norm(predicted - true, axis=-1)
-        products = (predicted * true).sum(-1)
-        cosines = products / np.maximum(lengths * true_lengths, SMALLEST)
-        every = math.ceil(len(places) / ARROWS)
-        planets[name] = {
-            "cosine": float(cosines.mean()),
-            "relative_error": float((errors / true_lengths).mean()),
-            "at": places[::every].tolist(),
-            "true": true[::every].tolist(),
-            "predicted": predicted[::every].tolist(),
-        }
-    means = {}
-    for column in ("cosine", "relative_error"):
-        values = [planet[column] for planet in planets.values()]
-        means[column] = float(np.mean(values))
-    return means | {"planets": planets}
-
-
-def probe_magnitudes(options: PhysicsOptions, run: Run) -> dict:
-    """How the predicted F at positions without a label depends on r, m1 and m2."""
-    from scipy.stats import spearmanr
-    from sklearn.neighbors import NearestNeighbors
-    from sklearn.preprocessing import StandardScaler
-
-    task = magnitude_task(run.config, options.pairs)
-    unlabelled = ~task.labelled
-    forces = predict(options, run, "magnitudes", task)[unlabelled, 0]
-    true = task.forces[unlabelled, 0]
-    errors = np.abs(forces - true) / true
-    states = task.states[unlabelled]
-    positive = forces > 0
-    # log F = constant + sum of exponent * log variable
-    log_states = np.log(states[positive])
-    design = np.column_stack((np.ones(len(log_states)), log_states))
-    log_forces = np.log(forces[positive])
-    exponents = [None] * len(VARIABLES)
-    if len(log_forces) >= design.shape[1]:
-        fit, *_ = np.linalg.lstsq(design, log_forces, rcond=None)
-        exponents = fit[1:].tolist()
-    # by the distance to the next labelled state, in standard deviations
-    scaler = StandardScaler()
-    neighbours = NearestNeighbors(n_neighbors=1)
-    neighbours.fit(scaler.fit_transform(task.states[task.labelled]))
-    distance, _ = neighbours.kneighbors(scaler.transform(states))
-    nearest = np.argsort(distance[:, 0], kind="stable")[:NEAREST]
-    return {
-        "rank_correlation": float(spearmanr(forces, true).statistic),
-        "median_relative_error": float(np.median(errors)),
-        "exponents": dict(zip(VARIABLES, exponents, strict=True)),
-        "positive": float(positive.mean()),
-        "positions": len(forces),
-        "engine": f"pyoperon {importlib.metadata.version('pyoperon')}",
-        "laws": find_laws(states[nearest], forces[nearest], run.config.seed),
-    }
 
 
 # ---- symbolic regression ----
@@ -452,22 +465,6 @@ def law(formula: str, deviation: float) -> dict[str, Any]:
 # ---- the table and the picture ----
 
 
-def show(options: PhysicsOptions, results: Results) -> dict[str, Figure]:
-    """Print the scores and the laws of every run, and draw the forces of all."""
-    headings = [column.replace("_", " ") for column in COLUMNS]
-    table = [["", *headings, *VARIABLES]]
-    for name, result in results.items():
-        scores = result["parts"]["vectors"] | result["parts"]["magnitudes"]
-        values = [scores[column] for column in COLUMNS]
-        values += scores["exponents"].values()
-        table.append([name, *("–" if value is None else f"{value:.3f}" for value in values)])
-        for law in scores["laws"]:
-            print(f"{name}, law by {scores['engine']}: F = {law['equation']}")
-    print_table(table)
-    picture = "oracle" if options.oracle else "forces"
-    return {picture: plot_forces(results)}
-
-
 def plot_forces(results: Results) -> Figure:
     """Figs. 1 and A7: a row of axes for each planet, with the true forces and each run's."""
     runs = {name: result["parts"]["vectors"]["planets"] for name, result in results.items()}
@@ -512,16 +509,7 @@ def draw_arrows(axes: Axes, truth: dict, forces: list, color: str) -> None:
     )
 
 
-PROBES = {"vectors": probe_vectors, "magnitudes": probe_magnitudes}
-PHYSICS = Evaluation(
-    name="physics",
-    options=PhysicsOptions,
-    identify=identify,
-    chunks=lambda options, config: PROBES,
-    measure=measure,
-    show=show,
-)
-main = as_command(PHYSICS)
+main = as_command(Physics)
 
 if __name__ == "__main__":
     main()

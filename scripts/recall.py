@@ -23,6 +23,7 @@ answer.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -44,15 +45,14 @@ from errors import UserError
 from scripts.common.command_line import option
 from scripts.common.labels import title_of
 from scripts.common.plots import Curve, draw_by_length
-from scripts.common.runner import Evaluation, Results, as_command
+from scripts.common.runner import Results, as_command
 from scripts.common.runs import Run, batches
 from scripts.common.tables import print_table
 from scripts.common.validation import (
-    LengthOptions,
+    LengthEvaluation,
     accuracies,
     check_lengths,
     default_lengths,
-    length_chunks,
 )
 
 PERCENT = "answers that are right (%)"
@@ -61,9 +61,10 @@ LEARNED_AT = 99  # percent, at the training length; below it, what a length cost
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecallOptions(LengthOptions):
+class Recall(LengthEvaluation):
     """Recall: whether a model finds an earlier value again, by length and by distance."""
 
+    name = "recall"
     task = "recall"
     multiples = (1, 2, 4, 8, 16, 32, 64)
 
@@ -81,51 +82,103 @@ class RecallOptions(LengthOptions):
         first = draw(config.recall, EVALUATION, 0, length, self.pairs(config, length))
         return max(64, math.ceil(self.answers / len(first.answers)))
 
+    def align(self, configs: Sequence[Config]) -> Self:
+        """All runs at the same lengths, which include the training lengths."""
+        lengths = self.lengths
+        if lengths is None:
+            multiples = list(self.multiples)
+            if self.proportional:
+                multiples = [n for n in multiples if PAIRS * n <= MQAR_KEYS]
+            lengths = default_lengths(configs, multiples)
+        trained = {config.block_size for config in configs}
+        return replace(self, lengths=tuple(sorted(trained.union(lengths))))
 
-def align(options: RecallOptions, configs: Sequence[Config]) -> RecallOptions:
-    """All runs at the same lengths, which include the training lengths."""
-    lengths = options.lengths
-    if lengths is None:
-        multiples = list(options.multiples)
-        if options.proportional:
-            multiples = [n for n in multiples if PAIRS * n <= MQAR_KEYS]
-        lengths = default_lengths(configs, multiples)
-    trained = {config.block_size for config in configs}
-    return replace(options, lengths=tuple(sorted(trained.union(lengths))))
+    def identify(self, config: Config) -> dict:
+        lengths = self.lengths_of(config)
+        check_lengths(config, lengths)
+        if lengths[0] < SHORTEST:
+            raise UserError(f"length {lengths[0]} must be at least {SHORTEST}")
+        if self.proportional and config.recall != "mqar":
+            raise UserError(f"--proportional is for mqar, but {config.out_dir} is {config.recall}")
+        fewest = self.pairs(config, lengths[0])
+        most = self.pairs(config, lengths[-1])
+        if fewest < 1 or most > MQAR_KEYS:
+            raise UserError(
+                f"--proportional: each length must have 1 to {MQAR_KEYS} pairs, {PAIRS} in every "
+                f"{config.block_size} tokens"
+            )
+        return {
+            "answers": self.answers,
+            "proportional": self.proportional,
+            "recall": config.recall,
+            "recall sequences": hash_sequences(config.recall),
+        }
 
+    def measure(self, run: Run, length: int) -> dict:
+        pairs = self.pairs(run.config, length)
+        run.model.document_start = None  # a sequence is one document
+        sequences: list[Drawn] = []
+        answers: list[NDArray[np.int64]] = []
+        for indices in batches(range(self.sequences(run.config, length)), length):
+            batch = [draw(run.config.recall, EVALUATION, index, length, pairs) for index in indices]
+            sequences += batch
+            answers += list(answer(run, batch))
+        return judge(sequences, answers)
 
-def identify(options: RecallOptions, config: Config) -> dict:
-    lengths = options.lengths_of(config)
-    check_lengths(config, lengths)
-    if lengths[0] < SHORTEST:
-        raise UserError(f"length {lengths[0]} must be at least {SHORTEST}")
-    if options.proportional and config.recall != "mqar":
-        raise UserError(f"--proportional is for mqar, but {config.out_dir} is {config.recall}")
-    fewest = options.pairs(config, lengths[0])
-    most = options.pairs(config, lengths[-1])
-    if fewest < 1 or most > MQAR_KEYS:
-        raise UserError(
-            f"--proportional: each length must have 1 to {MQAR_KEYS} pairs, {PAIRS} in every "
-            f"{config.block_size} tokens"
+    def show(self, results: Results) -> dict[str, Figure]:
+        """Print and draw the accuracy of runs that have learned, by length and by distance."""
+        measurements = list(results.values())
+        lengths = list(accuracies(measurements[0]))
+        table = [["length", *map(str, lengths), ""]]
+        by_length = []
+        by_distance = []
+        for name, result in results.items():
+            table += self.table_rows(name, result)
+            if self.is_shown(result):
+                by_length.append(Curve(name, lengths, list(accuracies(result).values())))
+                by_distance.append(distance_curve(name, result, lengths[-1]))
+        names = [*dict.fromkeys(result["recall"] for result in measurements), title_of(results)]
+        title = ", ".join(filter(None, names))
+        print(f"\n{title}: {PERCENT}")
+        print_table(table)
+        if not by_length:
+            return {}
+        by_length += chance_curves(results)
+        x = f"distance at length {lengths[-1]:,}, up to,"
+        return {
+            "recall": draw_by_length(measurements, title, by_length, "length", PERCENT),
+            "recall_by_distance": draw_by_length(measurements, title, by_distance, x, PERCENT),
+        }
+
+    def is_shown(self, result: dict) -> bool:
+        """Whether a run has learned its task, or is opened in another way than it was trained."""
+        opened = (
+            self.window,
+            self.p,
+            self.attention,
+            self.rope_factor,
+            self.rope_theta,
+            self.log_base,
         )
-    return {
-        "answers": options.answers,
-        "proportional": options.proportional,
-        "recall": config.recall,
-        "recall sequences": hash_sequences(config.recall),
-    }
+        return has_learned(result) or any(opened)
 
-
-def measure(options: RecallOptions, run: Run, length: int) -> dict:
-    pairs = options.pairs(run.config, length)
-    run.model.document_start = None  # a sequence is one document
-    sequences: list[Drawn] = []
-    answers: list[NDArray[np.int64]] = []
-    for indices in batches(range(options.sequences(run.config, length)), length):
-        batch = [draw(run.config.recall, EVALUATION, index, length, pairs) for index in indices]
-        sequences += batch
-        answers += list(answer(run, batch))
-    return judge(sequences, answers)
+    def table_rows(self, name: str, result: dict) -> list[list[str]]:
+        """A run's accuracy at each length and, for sort, the authors' measure: whole sequences."""
+        shown = self.is_shown(result)
+        cells = []
+        for length, accuracy in accuracies(result).items():
+            if shown or length == result["trained_length"]:
+                cells.append(f"{accuracy:.1f}")
+            else:
+                cells.append("–")
+        if not shown:
+            return [[name, *cells, f"not learned in {result['step']:,} steps"]]
+        rows = [[name, *cells, ""]]
+        if result["recall"] == "sort":
+            parts = result["parts"]
+            exact = [f"{100 * parts[str(length)]['exact']:.1f}" for length in accuracies(result)]
+            rows.append(["  all answers of a sequence", *exact, ""])
+        return rows
 
 
 @torch.no_grad()
@@ -196,64 +249,6 @@ def has_learned(result: dict) -> bool:
     return accuracies(result)[result["trained_length"]] >= LEARNED_AT
 
 
-def show(options: RecallOptions, results: Results) -> dict[str, Figure]:
-    """Print and draw the accuracy of runs that have learned, by length and by distance."""
-    measurements = list(results.values())
-    lengths = list(accuracies(measurements[0]))
-    table = [["length", *map(str, lengths), ""]]
-    by_length = []
-    by_distance = []
-    for name, result in results.items():
-        table += table_rows(name, result, options)
-        if is_shown(result, options):
-            by_length.append(Curve(name, lengths, list(accuracies(result).values())))
-            by_distance.append(distance_curve(name, result, lengths[-1]))
-    names = [*dict.fromkeys(result["recall"] for result in measurements), title_of(results)]
-    title = ", ".join(filter(None, names))
-    print(f"\n{title}: {PERCENT}")
-    print_table(table)
-    if not by_length:
-        return {}
-    by_length += chance_curves(results)
-    x = f"distance at length {lengths[-1]:,}, up to,"
-    return {
-        "recall": draw_by_length(measurements, title, by_length, "length", PERCENT),
-        "recall_by_distance": draw_by_length(measurements, title, by_distance, x, PERCENT),
-    }
-
-
-def is_shown(result: dict, options: RecallOptions) -> bool:
-    """Whether a run has learned its task, or is opened in another way than it was trained."""
-    opened = (
-        options.window,
-        options.p,
-        options.attention,
-        options.rope_factor,
-        options.rope_theta,
-        options.log_base,
-    )
-    return has_learned(result) or any(opened)
-
-
-def table_rows(name: str, result: dict, options: RecallOptions) -> list[list[str]]:
-    """A run's accuracy at each length and, for sort, the authors' measure: whole sequences."""
-    shown = is_shown(result, options)
-    cells = []
-    for length, accuracy in accuracies(result).items():
-        if shown or length == result["trained_length"]:
-            cells.append(f"{accuracy:.1f}")
-        else:
-            cells.append("–")
-    if not shown:
-        return [[name, *cells, f"not learned in {result['step']:,} steps"]]
-    rows = [[name, *cells, ""]]
-    if result["recall"] == "sort":
-        parts = result["parts"]
-        exact = [f"{100 * parts[str(length)]['exact']:.1f}" for length in accuracies(result)]
-        rows.append(["  all answers of a sequence", *exact, ""])
-    return rows
-
-
 def distance_curve(name: str, result: dict, length: int) -> Curve:
     """The accuracy by distance at a length, without distances of too few answers."""
     distances = []
@@ -265,16 +260,7 @@ def distance_curve(name: str, result: dict, length: int) -> Curve:
     return Curve(name, distances, shares)
 
 
-RECALL = Evaluation(
-    name="recall",
-    options=RecallOptions,
-    identify=identify,
-    chunks=length_chunks,
-    measure=measure,
-    show=show,
-    align=align,
-)
-main = as_command(RECALL)
+main = as_command(Recall)
 
 if __name__ == "__main__":
     main()

@@ -47,10 +47,10 @@ from evaluation import head_windows, layer_attention_weights
 from scripts.common.command_line import option
 from scripts.common.groups import distances, sum_groups, with_nan, without_nan
 from scripts.common.plots import Curve, draw_curves
-from scripts.common.runner import Evaluation, Results, as_command
-from scripts.common.runs import Run, outline
+from scripts.common.runner import Results, as_command
+from scripts.common.runs import Run, model_on_meta
 from scripts.common.tables import print_table
-from scripts.common.validation import TextOptions, on_same_text, stretches, windows
+from scripts.common.validation import TextEvaluation, stretches, windows
 
 # Groups of distances are near that end below this share of the length, and far that begin at half
 # of it or later.
@@ -58,8 +58,10 @@ NEAR = 1 / 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistanceOptions(TextOptions):
+class WeightsByDistance(TextEvaluation):
     """The share of positive weights by distance, and of rows and keys whose weights are all 0."""
+
+    name = "weights_by_distance"
 
     tokens: PositiveInt = option(32768, "validation tokens, at least one window")
 
@@ -68,45 +70,63 @@ class DistanceOptions(TextOptions):
         length = config.block_size
         return stretches((length,), max(self.tokens, length), config)
 
+    def identify(self, config: Config) -> dict:
+        if config.document_mask:
+            raise UserError(
+                "weights_by_distance counts all earlier tokens as keys: it cannot measure a run "
+                "with document_mask"
+            )
+        windows_of = head_windows(model_on_meta(config, self.window))
+        targets = self.text(config)[:, 1:]
+        return {"head_windows": windows_of, "tokens": targets.size}
 
-def identify(options: DistanceOptions, config: Config) -> dict:
-    if config.document_mask:
-        raise UserError(
-            "weights_by_distance counts all earlier tokens as keys: it cannot measure a run with "
-            "document_mask"
+    def chunks(self, config: Config) -> dict[str, int]:
+        """The length of a window."""
+        return {f"{config.block_size} tokens": config.block_size}
+
+    def measure(self, run: Run, length: int) -> dict:
+        """The shares of each head, means over windows of `length` tokens."""
+        pairs = visible_pairs(length, head_windows(run.model))  # [layers, H, groups]
+        text = self.text(run.config)
+        measured = defaultdict(list)  # by layer within each window
+        for x, _ in windows(text, length, run.device):
+            for idx in x.split(1):
+                with run.autocast():
+                    signs = layer_attention_weights(
+                        run.model,
+                        idx,
+                        rows=slice(None),
+                        reduce=lambda A: A.sign().char(),  # a byte each
+                    )
+                for layer_signs, layer_pairs in zip(signs, pairs, strict=True):
+                    for name, share in shares(layer_signs[0], layer_pairs).items():
+                        measured[name].append(share)
+        result: dict[str, Any] = {"length": length, "distances": distances(length)}
+        for name, by_layer in measured.items():
+            by_window = torch.stack(by_layer).unflatten(0, (-1, len(pairs)))
+            result[name] = without_nan(by_window.mean(0))
+        return result
+
+    def show(self, results: Results) -> dict[str, Figure]:
+        """Print a line and draw a curve for every run."""
+        curves = []
+        table: list[list[str]] = []
+        for name, result in results.items():
+            curves.append(Curve(name, *positive_curve(result)))
+            mean_of = mean_shares(result)
+            if not table:
+                table.append(["", "length", *mean_of])
+            cells = [f"{share:.4f}" for share in mean_of.values()]
+            table.append([name, str(result["trained_length"]), *cells])
+        print("\nshare of positive weights, validation tokens in windows of the training length")
+        print_table(table, width=11)
+        figure = draw_curves(
+            {"": curves},
+            "distance from the diagonal + 1, up to",
+            "share of weights above 0",
+            log="x",
         )
-    windows_of = head_windows(outline(config, options.window))
-    targets = options.text(config)[:, 1:]
-    return {"head_windows": windows_of, "tokens": targets.size}
-
-
-def chunks(options: DistanceOptions, config: Config) -> dict[str, int]:
-    """The length of a window."""
-    return {f"{config.block_size} tokens": config.block_size}
-
-
-def measure(options: DistanceOptions, run: Run, length: int) -> dict:
-    """The shares of each head, means over windows of `length` tokens."""
-    pairs = visible_pairs(length, head_windows(run.model))  # [layers, H, groups]
-    text = options.text(run.config)
-    measured = defaultdict(list)  # by layer within each window
-    for x, _ in windows(text, length, run.device):
-        for idx in x.split(1):
-            with run.autocast():
-                signs = layer_attention_weights(
-                    run.model,
-                    idx,
-                    rows=slice(None),
-                    reduce=lambda A: A.sign().char(),  # a byte each
-                )
-            for layer_signs, layer_pairs in zip(signs, pairs, strict=True):
-                for name, share in shares(layer_signs[0], layer_pairs).items():
-                    measured[name].append(share)
-    result: dict[str, Any] = {"length": length, "distances": distances(length)}
-    for name, by_layer in measured.items():
-        by_window = torch.stack(by_layer).unflatten(0, (-1, len(pairs)))
-        result[name] = without_nan(by_window.mean(0))
-    return result
+        return {"weights_by_distance": figure}
 
 
 def visible_pairs(length: int, layers: list[list[int | None]]) -> Tensor:
@@ -176,35 +196,7 @@ def positive_curve(result: dict) -> tuple[list[float], list[float]]:
 # ---- the table and the picture ----
 
 
-def show(options: DistanceOptions, results: Results) -> dict[str, Figure]:
-    """Print a line and draw a curve for every run."""
-    curves = []
-    table: list[list[str]] = []
-    for name, result in results.items():
-        curves.append(Curve(name, *positive_curve(result)))
-        mean_of = mean_shares(result)
-        if not table:
-            table.append(["", "length", *mean_of])
-        cells = [f"{share:.4f}" for share in mean_of.values()]
-        table.append([name, str(result["trained_length"]), *cells])
-    print("\nshare of positive weights, validation tokens in windows of the training length")
-    print_table(table, width=11)
-    figure = draw_curves(
-        {"": curves}, "distance from the diagonal + 1, up to", "share of weights above 0", log="x"
-    )
-    return {"weights_by_distance": figure}
-
-
-WEIGHTS_BY_DISTANCE = Evaluation(
-    name="weights_by_distance",
-    options=DistanceOptions,
-    identify=identify,
-    chunks=chunks,
-    measure=measure,
-    show=show,
-    align=on_same_text,
-)
-main = as_command(WEIGHTS_BY_DISTANCE)
+main = as_command(WeightsByDistance)
 
 if __name__ == "__main__":
     main()

@@ -10,7 +10,7 @@ import pytest
 from runtime import run_folder
 from scripts import compare
 from scripts.common.tables import summarise
-from scripts.recall import RecallOptions
+from scripts.recall import Recall
 from scripts.reproduce import beside, kinds, planned, rebuild, report
 from scripts.reproduce.entries import open_scale
 from tests.helpers import (
@@ -589,7 +589,7 @@ def test_losses_on_other_text_are_not_shown(commit, scale, shards, tmp_path):
 @pytest.mark.parametrize("name", ["tiny", "tiny_muon", "tiny_mqar", "tiny_latest", "tiny_sort"])
 def test_the_committed_tables_of_recall_are_comparable(name):
     """The scale, the sequences and the measurement are still those of the committed results."""
-    experiment = recall_of(RecallOptions.multiples)
+    experiment = recall_of(Recall.multiples)
     table, sentence = beside.find(open_scale(name, "out", "recall"), experiment)
     assert sentence == ""
     assert table["folder"] == f"results/{name}/recall"

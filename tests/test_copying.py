@@ -60,11 +60,11 @@ def noise(tmp_path_factory):
 def test_a_model_that_copies_and_what_a_window_hides(noise, tmp_path, window, worths, shares):
     """Passages of 4 tokens; the first token that is announced by two is the third."""
     run = stub_run(tmp_path, "bytes", Inducing(window))
-    options = copying.CopyingOptions(data_dir=str(noise), lags=(32, 64), passages=8)
-    run = replace(run, config=options.apply_to(run.config))
-    chunks = copying.chunks(options, run.config)
+    evaluation = copying.Copying(data_dir=str(noise), lags=(32, 64), passages=8)
+    run = replace(run, config=evaluation.apply_to(run.config))
+    chunks = evaluation.chunks(run.config)
     assert list(chunks) == ["4", "8", "12", "32", "64"]
-    parts = {name: copying.measure(options, run, lag) for name, lag in chunks.items()}
+    parts = {name: evaluation.measure(run, lag) for name, lag in chunks.items()}
     result = run.facts | {"parts": parts}
     full = 2 / 3 * np.log(257)  # two of the three tokens after the first
     for lag, expected in zip(chunks.values(), worths, strict=True):

@@ -290,7 +290,7 @@ def test_a_run_with_document_mask_is_measured_apart_and_joined(
         "softmax, document_mask False: trained and measured without the mask",
     ):
         assert says in printed
-    result |= eval_length.summarise(parts)
+    result |= eval_length.LossByLength().summarise(parts)
     for by_position in (False, True):
         figure = eval_length.plot({"a": result}, "", by_position)
         (legend,) = figure.legends

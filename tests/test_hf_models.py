@@ -277,7 +277,7 @@ def test_what_sdpa_leaves_out_is_computed(save, text_file):
     tokens = tokens_in(text_file)[None]
     x = tokens[:, :64]
     y = tokens[:, 1:65]
-    options = eval_length.LossOptions(files=[str(text_file)])
+    options = eval_length.LossByLength(files=[str(text_file)])
     for name, settings in (
         ("Gemma2", {"attn_logit_softcapping": 0.1, "sliding_window": 12}),
         ("GptOss", {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1}),
@@ -294,7 +294,7 @@ def test_what_sdpa_leaves_out_is_computed(save, text_file):
 def test_another_scaling_of_rope(save, text_file, scaling, kind, longest, window):
     """From the training length, which is that of the model or, if it is given, the window."""
     folder = save("Llama", max_position_embeddings=longest)
-    options = eval_length.LossOptions(
+    options = eval_length.LossByLength(
         files=[str(text_file)],
         rope=scaling,
         rope_factor=4.0,
@@ -332,7 +332,7 @@ def test_a_window_begins_with_what_the_tokenizer_puts_before_a_text(save, text_f
         special_tokens=[("<|endoftext|>", 256)],
     )
     tokenizer.save_pretrained(folder)
-    options = eval_length.LossOptions(files=[str(text_file)])
+    options = eval_length.LossByLength(files=[str(text_file)])
     run = load_run(read_model(f"hf:{folder}", 16), options)
     tokens = tokens_in(text_file)[None]
     x = tokens[:, 5:25]

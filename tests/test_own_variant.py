@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scripts.common.runner import code_hash
-from scripts.eval_length import EVAL_LENGTH
+from scripts.eval_length import LossByLength
 from tests.helpers import SMALL, measured_losses
 from tests.runs import ROOT, copy_of_repository, metrics
 
@@ -76,7 +76,7 @@ def test_the_section_of_the_readme(tmp_path, shards):
     assert result["lengths"] == [16, 64]
     assert result["trained_length"] == 16
     # measured by the same code, though its file was the main module of another process
-    assert set(result["code"].values()) == {code_hash(EVAL_LENGTH)}
+    assert set(result["code"].values()) == {code_hash(LossByLength())}
     short_loss, long_loss = result["loss"]
     assert short_loss == pytest.approx(last, rel=1e-5)
     assert long_loss < math.log(257) - 1

@@ -12,7 +12,7 @@ from runtime import run_folder
 from runtime.config_files import load_config
 from scripts import eval_length, physics
 from scripts.common.runs import load_run
-from scripts.physics import Equation, PhysicsOptions, best_score, law, magnitude_task, vector_task
+from scripts.physics import Equation, Physics, best_score, law, magnitude_task, vector_task
 from tests.helpers import SMALL, not_blank, read_table, saved_run, write_scale
 
 ORBITS = [
@@ -131,23 +131,23 @@ def test_a_run_is_probed_once_and_its_files_say_all(orbit_run, call, searched, p
     assert [path.name for path in pictures] == ["forces.png", "forces.png", "oracle.png"]
 
 
-def finetuned(path, options, task):
-    return physics.finetune(options, load_run(path, options), "vectors", task)
+def finetuned(path, evaluation, task):
+    return evaluation.finetune(load_run(path, evaluation), "vectors", task)
 
 
 def test_no_label_that_is_judged_is_seen(orbit_run, config):
-    options = PhysicsOptions(steps=2, batch=8)
+    evaluation = Physics(steps=2, batch=8)
     task = vector_task(config)
-    predicted = finetuned(orbit_run, options, task)
+    predicted = finetuned(orbit_run, evaluation, task)
     task.forces[~task.labelled] = 1e6
-    assert np.array_equal(finetuned(orbit_run, options, task), predicted)
+    assert np.array_equal(finetuned(orbit_run, evaluation, task), predicted)
 
 
 def test_forces_are_the_outputs_at_the_planets_positions(orbit_run, config):
-    options = PhysicsOptions(steps=0)
-    run = load_run(orbit_run, options)
+    evaluation = Physics(steps=0)
+    run = load_run(orbit_run, evaluation)
     task = vector_task(config)
-    outputs = physics.finetune(options, run, "vectors", task)
+    outputs = evaluation.finetune(run, "vectors", task)
     torch.manual_seed(config.seed)
     model = physics.with_new_head(run.model, outputs=2)
     tokens = torch.from_numpy(task.tokens).long()
@@ -159,13 +159,13 @@ def test_forces_are_the_outputs_at_the_planets_positions(orbit_run, config):
 def test_labels_are_learned(orbit_run, config):
     task = vector_task(config)
     task.forces[:] = [0.5, -0.25] * task.scale
-    learned = finetuned(orbit_run, PhysicsOptions(steps=60, batch=8), task)
+    learned = finetuned(orbit_run, Physics(steps=60, batch=8), task)
     assert np.abs(learned - [0.5, -0.25]).mean() < 0.1
 
 
 def test_the_oracle_recovers_the_law_by_plain_regression(orbit_run, searched):
-    options = PhysicsOptions(pairs=400, oracle=True)
-    measured = physics.probe_magnitudes(options, load_run(orbit_run, options))
+    evaluation = Physics(pairs=400, oracle=True)
+    measured = evaluation.probe_magnitudes(load_run(orbit_run, evaluation))
     assert measured["rank_correlation"] > 0.98
     assert measured["median_relative_error"] < 0.1
     assert measured["positive"] == 1
@@ -174,15 +174,15 @@ def test_the_oracle_recovers_the_law_by_plain_regression(orbit_run, searched):
 
 
 def test_too_few_positive_forces_have_no_exponents(orbit_run, searched, monkeypatch):
-    def predict(options, run, probe, task):
+    def predict(evaluation, run, probe, task):
         forces = np.full_like(task.forces, -1.0)
         sequences, points = np.nonzero(~task.labelled)
         forces[sequences[:3], points[:3]] = 1.0
         return forces
 
-    monkeypatch.setattr(physics, "predict", predict)
-    options = PhysicsOptions(pairs=400)
-    measured = physics.probe_magnitudes(options, load_run(orbit_run, options))
+    monkeypatch.setattr(Physics, "predict", predict)
+    evaluation = Physics(pairs=400)
+    measured = evaluation.probe_magnitudes(load_run(orbit_run, evaluation))
     assert measured["exponents"] == {"r": None, "m1": None, "m2": None}
 
 

@@ -338,7 +338,7 @@ def test_whole_sequences_of_sort(capsys):
     run = measured_run("sort", {"64": trained, "128": longer}, step=6)
 
     def shown(**options):
-        recall.show(recall.RecallOptions(**options), {"run": run})
+        recall.Recall(**options).show({"run": run})
         lines = capsys.readouterr().out.splitlines()
         return [line.split()[-2:] for line in lines[-2:]]
 
@@ -354,7 +354,7 @@ def test_a_dashed_line_is_the_level_of_chance():
 
     def dashed(**results):
         """The percentages of each line but the runs' own, by its label."""
-        figure = recall.show(recall.RecallOptions(), results)["recall"]
+        figure = recall.Recall().show(results)["recall"]
         (axes,) = figure.axes
         lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
         for name in results:
@@ -403,28 +403,28 @@ def test_the_picture_of_a_table_has_the_level_of_chance():
 
 def test_pairs_in_proportion():
     config = small_config("softmax.py", *SETTINGS, "--recall=mqar")
-    options = recall.RecallOptions(
+    evaluation = recall.Recall(
         lengths=(64, 512),
         answers=512,
         proportional=True,
     )
-    assert options.sequences(config, 64) == 128
-    assert options.sequences(config, 512) == 64
-    without_lengths = recall.RecallOptions(proportional=True)
-    aligned = recall.align(without_lengths, [config])
+    assert evaluation.sequences(config, 64) == 128
+    assert evaluation.sequences(config, 512) == 64
+    without_lengths = recall.Recall(proportional=True)
+    aligned = without_lengths.align([config])
     assert max(aligned.lengths) == 2048  # 128 pairs
 
 
 def test_refusals():
     latest = small_config("softmax.py", *SETTINGS, "--recall=latest")
-    proportional = recall.RecallOptions(lengths=(64, 512), proportional=True)
+    proportional = recall.Recall(lengths=(64, 512), proportional=True)
     with pytest.raises(UserError, match="--proportional is for mqar, but"):
-        recall.identify(proportional, latest)
-    short = recall.RecallOptions(lengths=(8,))
+        proportional.identify(latest)
+    short = recall.Recall(lengths=(8,))
     with pytest.raises(UserError, match="length 8 must be at least 16"):
-        recall.identify(short, latest)
+        short.identify(latest)
     with pytest.raises(UserError, match="task = 'recall', but this command"):
-        eval_length.LossOptions().apply_to(latest)
+        eval_length.LossByLength().apply_to(latest)
     batching = Batching(32, 8, 1)
     with pytest.raises(UserError, match="block_size = 32 must be at least 64"):
         RecallLoader("mqar", batching)

@@ -110,8 +110,8 @@ def test_when_it_is_undecidable_whether_a_model_gains(reproduced, undrawn, monke
 
 def test_passkeys_of_prompts_beyond_the_training_length(reproduced, tmp_path, monkeypatch, undrawn):
     """264 bytes take 17 times the 16 of training, so all lengths are 17 times the paper's."""
-    few = functools.partial(kinds.PasskeyOptions, trials=2)
-    monkeypatch.setattr(kinds, "PasskeyOptions", few)
+    few = functools.partial(kinds.PasskeyRetrieval, trials=2)
+    monkeypatch.setattr(kinds, "PasskeyRetrieval", few)
     table = read_table(reproduced("passkey", "--only=softmax"))
     text = (folder_of(tmp_path) / "passkey.json").read_text()
     (measured,) = json.loads(text)

@@ -23,14 +23,14 @@ SCORES = "scores of 2 needles in 240 tokens"
 def answers(tmp_path, monkeypatch):
     """Measure with a Reader as the model; returns it and the chunks."""
 
-    def measure(evaluation, options, name, pattern, change):
+    def measure(evaluation, name, pattern, change):
         reader = Reader(get_tokenizer(name), pattern, change)
         monkeypatch.setattr(retrieval, "generate", reader)
         run = stub_run(tmp_path, name)
-        run = replace(run, config=options.apply_to(run.config))
+        run = replace(run, config=evaluation.apply_to(run.config))
         values = {}
-        for key, chunk in evaluation.chunks(options, run.config).items():
-            values[key] = evaluation.measure(options, run, chunk)
+        for key, chunk in evaluation.chunks(run.config).items():
+            values[key] = evaluation.measure(run, chunk)
         return reader, values
 
     return measure
@@ -46,14 +46,14 @@ def haystack_of(text, name):
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_passkey_tells_a_reader_from_one_that_is_wrong(answers, name):
-    options = passkey.PasskeyOptions(rope="none", lengths=(320, 400), trials=10, seed=1)
+    evaluation = passkey.PasskeyRetrieval(rope="none", lengths=(320, 400), trials=10, seed=1)
     pattern = r"The pass key is (\d+)\. Remember it\. \1 is the pass key\."
     for change, accuracy in (
         (str, 1),
         (lambda key: key + "0", 0),
         (lambda key: "no idea", 0),
     ):
-        reader, chunks = answers(passkey.PASSKEY, options, name, pattern, change)
+        reader, chunks = answers(evaluation, name, pattern, change)
         # prompt and answer together have the length
         assert reader.lengths == {320 - 16, 400 - 16}
         assert reader.never == {None}
@@ -99,7 +99,7 @@ def test_learned_positions_are_too_few_for_a_prompt(call, tmp_path, command, ref
 def test_passkeys_of_a_trained_run(run, call, pictures, refused):
     too_short = ["length 128 is too short", "--lengths 264,528,1056"]
     refused(call, passkey, run, "--lengths=128", says=too_short)
-    default = passkey.PasskeyOptions().lengths_of(run_folder.read_config(run))
+    default = passkey.PasskeyRetrieval().lengths_of(run_folder.read_config(run))
     assert default == (384, 576, 768, 1536, 3072)  # multiples of 3 T, which fits a prompt
     call(passkey, run, "--trials=5", "--lengths=320,300")
     (result,) = json.loads((run / "passkey.json").read_text())
@@ -155,7 +155,7 @@ def test_needle_prompts(text, name):
 
 def test_needle_tells_readers_apart(text, monkeypatch, answers):
     pattern = r"The special magic [A-Z][A-Za-z ]+ number is: (\d{7})\."
-    options = needle.NeedleOptions(
+    evaluation = needle.NeedleRetrieval(
         rope="none",
         lengths=(200, 300),
         samples=6,
@@ -184,7 +184,7 @@ def test_needle_tells_readers_apart(text, monkeypatch, answers):
         (without_the_last_digit, "first digit"),
         (other_first_digit, "wrong"),
     ):
-        reader, chunks = answers(needle.NEEDLE, options, "gpt2", pattern, change)
+        reader, chunks = answers(evaluation, "gpt2", pattern, change)
         assert reader.never == {get_tokenizer("gpt2").eot}
         assert reader.lengths == {184, 284, 234}
         for length in ("200", "300"):

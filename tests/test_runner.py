@@ -22,8 +22,8 @@ from scripts import attention_maps, curves, eval_length
 from scripts.common import runner
 from scripts.common.command_line import parse
 from scripts.common.labels import picture_path, run_names
-from scripts.common.options import EvaluationOptions, Options
-from scripts.common.runner import NO_TEXT
+from scripts.common.options import Options
+from scripts.common.runner import NO_TEXT, Evaluation
 from scripts.common.runs import load_run, open_model, rope_scaling
 from scripts.reproduce.planned import PlannedRun
 from tests.helpers import measured_losses, reverse_shards, saved_run, small_config
@@ -33,7 +33,7 @@ from tests.runs import ROOT
 
 
 def test_every_option_comes_from_the_command_line():
-    options = eval_length.LossOptions(
+    options = eval_length.LossByLength(
         lengths=(16, 32),
         tokens=64,
         data_dir="here",
@@ -66,12 +66,12 @@ def test_every_option_comes_from_the_command_line():
             argv.append(f"--{field.name}={','.join(map(str, reversed(value)))}")
         else:
             argv.append(f"--{field.name}={value}")
-    parsed, arguments = parse(eval_length.LossOptions, argv)
+    parsed, arguments = parse(eval_length.LossByLength, argv)
     assert parsed == options
     assert arguments.runs == ["out/run"]
     assert arguments.out == Path("a/b.pdf")
-    defaults, _ = parse(eval_length.LossOptions, ["out/run"])
-    assert defaults == eval_length.LossOptions()
+    defaults, _ = parse(eval_length.LossByLength, ["out/run"])
+    assert defaults == eval_length.LossByLength()
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_every_option_comes_from_the_command_line():
 )
 def test_options_are_refused_in_a_sentence(option, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        parse(eval_length.LossOptions, ["run", option])
+        parse(eval_length.LossByLength, ["run", option])
 
 
 @pytest.mark.parametrize(
@@ -170,39 +170,43 @@ def test_measurements_of_other_facts_stay(tmp_path):
     assert chunks_of(file, third) is None
 
 
-def test_a_run_that_saves_while_it_is_measured(tmp_path, shards):
+def test_a_run_that_saves_while_it_is_measured(tmp_path, shards, monkeypatch):
     """A run and its control are measured with the weights that were the newest at the beginning."""
     run = saved_run(
         tmp_path / "run", build_model(small_config("softmax.py", f"--data_dir={shards}"))
     )
 
-    def save_too(options, opened, chunk):
-        torch.save(torch.load(run / "step_000007.pt") | {"step": 9}, run / "step_000009.pt")
-        return eval_length.measure(options, opened, chunk)
+    measure = eval_length.LossByLength.measure
 
-    evaluation = replace(eval_length.EVAL_LENGTH, measure=save_too)
-    options = eval_length.LossOptions(lengths=(32,), tokens=64)
-    found = runner.measure_or_load(evaluation, options, run)
+    def save_too(evaluation, opened, chunk):
+        torch.save(torch.load(run / "step_000007.pt") | {"step": 9}, run / "step_000009.pt")
+        return measure(evaluation, opened, chunk)
+
+    monkeypatch.setattr(eval_length.LossByLength, "measure", save_too)
+    evaluation = eval_length.LossByLength(lengths=(32,), tokens=64)
+    found = runner.measure_or_load(evaluation, run)
     assert found["step"] == found["control"]["step"] == 7
 
 
-def test_weights_that_are_replaced_meanwhile_are_not_measured(tmp_path, shards):
+def test_weights_that_are_replaced_meanwhile_are_not_measured(tmp_path, shards, monkeypatch):
     """As best.pt is while a run trains: the control would be measured with other weights."""
     run = saved_run(
         tmp_path / "run", build_model(small_config("softmax.py", f"--data_dir={shards}"))
     )
     best = (run / "step_000007.pt").rename(run / "best.pt")
 
-    def replace_too(options, opened, chunk):
+    measure = eval_length.LossByLength.measure
+
+    def replace_too(evaluation, opened, chunk):
         other = best.with_suffix(".new")
         torch.save(torch.load(best) | {"step": 9}, other)
         other.replace(best)
-        return eval_length.measure(options, opened, chunk)
+        return measure(evaluation, opened, chunk)
 
-    evaluation = replace(eval_length.EVAL_LENGTH, measure=replace_too)
-    options = eval_length.LossOptions(lengths=(32,), tokens=64)
+    monkeypatch.setattr(eval_length.LossByLength, "measure", replace_too)
+    evaluation = eval_length.LossByLength(lengths=(32,), tokens=64)
     with pytest.raises(UserError, match=f"{best} was replaced meanwhile"):
-        runner.measure_or_load(evaluation, options, str(best))
+        runner.measure_or_load(evaluation, str(best))
 
 
 def test_a_command_reads_a_checkpoint_once(run, call, pictures, monkeypatch):
@@ -287,8 +291,8 @@ def likeliest(tmp_path, monkeypatch):
 def test_the_documented_evaluation(run, call, likeliest, capsys):
     call(likeliest, run, "--tokens=256", "--device=cpu")
     printed = capsys.readouterr().out
-    options = likeliest.LikeliestOptions(tokens=256, device="cpu")
-    result = runner.measure_or_load(likeliest.LIKELIEST, options, run)
+    evaluation = likeliest.LikeliestToken(tokens=256, device="cpu")
+    result = runner.measure_or_load(evaluation, run)
     probability = result["parts"]["256 tokens"]["probability"]
     assert 0 < probability < 1
     assert printed == f"lssar_p3, 256 tokens: {probability:.4f}\n"
@@ -302,24 +306,32 @@ def test_an_evaluation_notices_other_shards_and_its_own_edits(shards, likeliest,
     model = build_model(small_config("softmax.py", f"--data_dir={folder}"))
     run = saved_run(tmp_path / "run", model)
 
-    class OptionsWithoutText(EvaluationOptions):
-        tokens = 256
+    class OfRuns(Evaluation):
+        """It has no option of the text."""
 
-    def measurements(name="likeliest_token", **functions):
+        name = "of_runs"
+        tokens = 256
+        chunks = likeliest.LikeliestToken.chunks
+        measure = likeliest.LikeliestToken.measure
+        show = likeliest.LikeliestToken.show
+
+    class WithoutText(OfRuns):
+        name = "without_text"
+
+        def identify(self, config):
+            return NO_TEXT
+
+    def measurements(kind=OfRuns):
         """How many there are after another process has measured the run."""
         runner.hash_code.cache_clear()
-        evaluation = replace(
-            likeliest.LIKELIEST, name=name, options=OptionsWithoutText, **functions
-        )
-        runner.measure_or_load(evaluation, OptionsWithoutText(device="cpu"), run)
-        return len(json.loads((run / f"{name}.json").read_text()))
+        runner.measure_or_load(kind(device="cpu"), run)
+        return len(json.loads((run / f"{kind.name}.json").read_text()))
 
-    without_text = {"name": "without_text", "identify": lambda options, config: NO_TEXT}
     assert measurements() == measurements() == 1
-    assert measurements(**without_text) == 1
+    assert measurements(WithoutText) == 1
     reverse_shards(folder, "val")
     assert measurements() == measurements() == 2
-    assert measurements(**without_text) == 1
+    assert measurements(WithoutText) == 1
     assert "other code" not in capsys.readouterr().out
     file = tmp_path / "my_file.py"
     file.write_text("# a comment\n" + file.read_text())
@@ -330,23 +342,32 @@ def test_an_evaluation_notices_other_shards_and_its_own_edits(shards, likeliest,
     assert "with other code; --again repeats it" in capsys.readouterr().out
 
 
-def test_a_measurement_with_another_tokenizer_is_not_taken(likeliest, words_file, tmp_path):
+def test_a_measurement_with_another_tokenizer_is_not_taken(words_file, tmp_path):
     config = small_config("softmax.py", f"--tokenizer={words_file}")
     run = saved_run(tmp_path / "run", build_model(config))
-    evaluation = replace(
-        likeliest.LIKELIEST,
-        options=EvaluationOptions,
-        identify=lambda options, config: NO_TEXT,
-        chunks=lambda options, config: {"all": None},
-        measure=lambda options, run, chunk: {"value": 1},
-    )
-    options = EvaluationOptions(device="cpu")
-    runner.measure_or_load(evaluation, options, run)
-    assert runner.load_stored(evaluation, options, run) is not None
+
+    class One(Evaluation):
+        name = "one"
+
+        def identify(self, config):
+            return NO_TEXT
+
+        def chunks(self, config):
+            return {"all": None}
+
+        def measure(self, run, chunk):
+            return {"value": 1}
+
+        def show(self, results):
+            return {}
+
+    evaluation = One(device="cpu")
+    runner.measure_or_load(evaluation, run)
+    assert runner.load_stored(evaluation, run) is not None
     (run / "tokenizer.json").write_text(words_file.read_text() + "\n")
-    assert runner.load_stored(evaluation, options, run) is None
+    assert runner.load_stored(evaluation, run) is None
     with pytest.raises(UserError, match="tokenizer sha256:.* do not fit"):
-        runner.measure_or_load(evaluation, options, run)
+        runner.measure_or_load(evaluation, run)
 
 
 def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):

@@ -87,10 +87,3 @@ class Options(LoadingOptions):
             raise UserError(
                 f"--rope: {config.out_dir} has positions = {config.positions!r}: no RoPE"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationOptions(Options):
-    """How to open the runs that an evaluation measures; each evaluation adds options of its own."""
-
-    again: bool = option(False, "measure again what has been measured")

@@ -16,7 +16,7 @@ from scripts.common.command_line import option
 from scripts.common.labels import title_of
 from scripts.common.runs import Run, batches
 from scripts.common.tables import print_table
-from scripts.common.validation import LengthOptions, accuracies, check_lengths
+from scripts.common.validation import LengthEvaluation, accuracies, check_lengths
 
 # Tokens reserved for the answer within every length; a 7-digit number takes at most 8.
 ANSWER_TOKENS = 16
@@ -37,8 +37,8 @@ AnyTrial = TypeVar("AnyTrial", bound=Trial)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalOptions(LengthOptions):
-    """Options of an evaluation that hides numbers in long texts and asks for them at the end."""
+class RetrievalEvaluation(LengthEvaluation):
+    """An evaluation that hides numbers in long texts and asks for them at the end."""
 
     shortest: ClassVar[int]  # a length that fits a prompt and its answer
 

@@ -1,7 +1,8 @@
 """Evaluations of finished runs: their definition, their stored measurements, their commands.
 
-An evaluation is a few functions, and a dataclass whose fields are its options on the command line
-and in scripts.reproduce. A command, `python FILE.py RUN` in the repository's folder, is a file with
+An evaluation is a class: its fields are its options on the command line and in scripts.reproduce,
+and its methods say what to measure, measure it and show it. A command, `python FILE.py RUN` in the
+repository's folder, is a file with
 
     from dataclasses import dataclass
 
@@ -9,56 +10,48 @@ and in scripts.reproduce. A command, `python FILE.py RUN` in the repository's fo
 
     from config import PositiveInt
     from scripts.common.command_line import option
-    from scripts.common.runner import Evaluation, as_command
-    from scripts.common.validation import TextOptions, stretches, windows
+    from scripts.common.runner import as_command
+    from scripts.common.validation import TextEvaluation, stretches, windows
 
 
     @dataclass(frozen=True, kw_only=True)
-    class LikeliestOptions(TextOptions):
+    class LikeliestToken(TextEvaluation):
         \"\"\"Mean probability of the likeliest token.\"\"\"
+
+        name = "likeliest_token"  # measurements go to RUN/likeliest_token.json
 
         tokens: PositiveInt = option(1000, "validation tokens")
 
+        def chunks(self, config):
+            return {f"{self.tokens} tokens": self.tokens}
 
-    def chunks(options, config):
-        return {f"{options.tokens} tokens": options.tokens}
+        def measure(self, run, tokens):
+            length = run.config.block_size
+            text = stretches((length,), tokens, run.config)
+            means = []
+            with torch.no_grad(), run.autocast():
+                for x, _ in windows(text, length, run.device):
+                    means.append(run.model(x).softmax(-1).amax(-1).mean())
+            return {"probability": torch.stack(means).mean().item()}
 
-
-    def measure(options, run, tokens):
-        length = run.config.block_size
-        text = stretches((length,), tokens, run.config)
-        means = []
-        with torch.no_grad(), run.autocast():
-            for x, _ in windows(text, length, run.device):
-                means.append(run.model(x).softmax(-1).amax(-1).mean())
-        return {"probability": torch.stack(means).mean().item()}
-
-
-    def show(options, results):
-        for name, result in results.items():
-            for chunk, values in result["parts"].items():
-                print(f"{name}, {chunk}: {values['probability']:.4f}")
-        return {}  # pictures by name
+        def show(self, results):
+            for name, result in results.items():
+                for chunk, values in result["parts"].items():
+                    print(f"{name}, {chunk}: {values['probability']:.4f}")
+            return {}  # pictures by name
 
 
-    LIKELIEST = Evaluation(
-        name="likeliest_token",  # measurements go to RUN/likeliest_token.json
-        options=LikeliestOptions,
-        chunks=chunks,
-        measure=measure,
-        show=show,
-    )
-    main = as_command(LIKELIEST)
+    main = as_command(LikeliestToken)
 
     if __name__ == "__main__":
         main()
 
-`measure_or_load(LIKELIEST, LikeliestOptions(tokens=50), "out/softmax")` measures a run only once: a
-measurement is stored with the facts that identify it, and looked up by them. These are the run's
-checkpoint and how it was opened, the formulas of its attention, its validation shards, and what
-`identify` adds. If the evaluation's file has changed since, a message says so. An option that
-changes the numbers must be in the chunk's name, as `tokens` above, or in what `identify` returns:
-otherwise the measurement with one value is taken for that with another.
+`measure_or_load(LikeliestToken(tokens=50), "out/softmax")` measures a run only once: a measurement
+is stored with the facts that identify it, and looked up by them. These are the run's checkpoint and
+how it was opened, the formulas of its attention, its validation shards, and what `identify` adds.
+If the evaluation's file has changed since, a message says so. An option that changes the numbers
+must be in the chunk's name, as `tokens` above, or in what `identify` returns: otherwise the
+measurement with one value is taken for that with another.
 """
 
 import ast
@@ -66,10 +59,11 @@ import functools
 import hashlib
 import inspect
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Self
 
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -82,7 +76,7 @@ from runtime.checkpoint import Checkpoint
 from runtime.device import environment, pick_device
 from runtime.files import check_writable, is_writable, locked, read_json, write_json
 from runtime.hf_config import PRETRAINED
-from scripts.common.command_line import parse, require
+from scripts.common.command_line import option, parse, require
 from scripts.common.hf_loading import scaled_config
 from scripts.common.hf_models import (
     AnyRun,
@@ -93,16 +87,15 @@ from scripts.common.hf_models import (
     read_model,
 )
 from scripts.common.labels import common_folder, picture_path, run_names
-from scripts.common.options import EvaluationOptions, Options
+from scripts.common.options import Options
 from scripts.common.plots import save_picture
-from scripts.common.runs import Run, find_weights, load_run, model_facts, outline, run_facts
+from scripts.common.runs import Run, find_weights, load_run, model_facts, model_on_meta, run_facts
 
 # What identifies the measurement of an evaluation that reads no validation text.
 NO_TEXT = {"data_dir": None, "val_sha256": None}
 # Options that models of transformers do not take.
 RUN_ONLY = ("attention", "p", "log_base", "attention_impl")
 
-OptionsType = TypeVar("OptionsType", bound=EvaluationOptions)
 Results = dict[str, dict]  # measurements by the labels of their runs
 
 
@@ -110,48 +103,67 @@ Results = dict[str, dict]  # measurements by the labels of their runs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation(Generic[OptionsType]):
-    """A measurement of finished runs: functions of its options, and of a run's config.
+class Evaluation(Options, ABC):
+    """A measurement of finished runs; its fields are its options on the command line.
 
-    The config is the run's with the options applied, except for `align` and `control`, which get
-    the config that the run was trained with.
+    The config that a method gets is the run's with the options applied, but for `align` and
+    `control` it is the config that the run was trained with.
     """
 
-    name: str  # measurements go to RUN/NAME.json
-    options: type[OptionsType]
-    # The chunks, which are measured one after the other, each stored when it is done: its name in
-    # the `parts` of the measurement -> the last argument of `measure`.
-    chunks: Callable[[OptionsType, Config], dict[str, Any]]
-    # The values of a chunk.
-    measure: Callable[[OptionsType, Run, Any], dict]
-    # Prints a table of the results, and returns pictures by name.
-    show: Callable[[OptionsType, Results], dict[str, Figure]]
-    # Facts that identify a measurement, besides the run, how it is opened and the validation text.
-    # Raises UserError if a run with this config cannot be measured.
-    identify: Callable[[OptionsType, Config], dict] = lambda options, config: {}
-    # The options with which several runs have comparable results.
-    align: Callable[[OptionsType, Sequence[Config]], OptionsType] = lambda options, configs: options
-    # The options of the control measurement, or None.
-    control: Callable[[OptionsType, Config], OptionsType | None] = lambda options, config: None
-    # Values that a measurement has besides its parts, computed from them.
-    summarise: Callable[[dict[str, dict]], dict] = lambda parts: {}
+    name: ClassVar[str]  # measurements go to RUN/NAME.json
     # Whether it also measures models of transformers: as config a ModelConfig, as model a CausalLM.
-    takes_models: bool = False
-    # A picture of one run's measurement, for RUN/NAME.png.
-    draw_run: Callable[[OptionsType, AnyRun, Checkpoint | None, dict], Figure | None] = (
-        lambda options, path, weights, result: None
-    )
+    takes_models: ClassVar[bool] = False
+
+    again: bool = option(False, "measure again what has been measured")
+
+    @abstractmethod
+    def chunks(self, config: Config) -> dict[str, Any]:
+        """The chunks, which are measured one after the other, each stored when it is done.
+
+        By its name in the `parts` of the measurement, each has the last argument of `measure`.
+        """
+
+    @abstractmethod
+    def measure(self, run: Run, chunk: Any) -> dict:
+        """The values of a chunk."""
+
+    @abstractmethod
+    def show(self, results: Results) -> dict[str, Figure]:
+        """Print a table of the results; returns pictures by name."""
+
+    def identify(self, config: Config) -> dict:
+        """Facts that identify a measurement, besides the run, how it is opened and the text.
+
+        Raises UserError if a run with this config cannot be measured.
+        """
+        return {}
+
+    def align(self, configs: Sequence[Config]) -> Self:
+        """The evaluation with the options that make the results of several runs comparable."""
+        return self
+
+    def control(self, config: Config) -> Self | None:
+        """The evaluation with the options of the control measurement, or None."""
+        return None
+
+    def summarise(self, parts: dict[str, dict]) -> dict:
+        """Values that a measurement has besides its parts, computed from them."""
+        return {}
+
+    def draw_run(self, path: AnyRun, result: dict) -> Figure | None:
+        """A picture of one run's measurement, for RUN/NAME.png."""
+        return None
 
 
-def check_evaluation(evaluation: Evaluation, options: EvaluationOptions, trained: Config) -> None:
+def check_evaluation(evaluation: Evaluation, trained: Config) -> None:
     """Raise UserError, before a run with this config is trained, if it cannot be measured."""
     code_hash(evaluation)  # before anybody edits the code, which this process has loaded
-    environment_at_start(options.device)
-    check_opening(options, trained)
-    identity(evaluation, options, options.apply_to(trained))  # last, as it may take a download
+    environment_at_start(evaluation.device)
+    check_opening(evaluation, trained)
+    identity(evaluation, evaluation.apply_to(trained))  # last, as it may take a download
 
 
-def check_opening(options: EvaluationOptions, trained: Config) -> None:
+def check_opening(options: Options, trained: Config) -> None:
     """Raise UserError if a run with this config cannot be opened with these options."""
     config = options.apply_to(trained)
     try:
@@ -161,14 +173,14 @@ def check_opening(options: EvaluationOptions, trained: Config) -> None:
     options.check_rope(config)
 
 
-def identity(evaluation: Evaluation, options: EvaluationOptions, config: Config) -> dict:
+def identity(evaluation: Evaluation, config: Config) -> dict:
     """Return the facts that, with `run_facts`, identify a measurement of a run with this config.
 
     New validation shards mean a new measurement, unless `identify` returns NO_TEXT.
     """
     facts = {"tokenizer": config.tokenizer_id}
-    evaluation_facts = evaluation.identify(options, config)
-    if options.task == "language" and "val_sha256" not in evaluation_facts:
+    evaluation_facts = evaluation.identify(config)
+    if evaluation.task == "language" and "val_sha256" not in evaluation_facts:
         facts |= {"data_dir": config.data_dir, "val_sha256": hash_text(config)}
     return facts | evaluation_facts
 
@@ -177,7 +189,7 @@ def code_hash(evaluation: Evaluation) -> str:
     """A hash of the code in an evaluation's file; comments and formatting do not count."""
     file = inspect.getsourcefile(evaluation.measure)
     if file is None:
-        raise UserError(f"{evaluation.name}: its functions must be in a file")
+        raise UserError(f"{evaluation.name}: its class must be in a file")
     return hash_code(Path(file))
 
 
@@ -196,8 +208,7 @@ def environment_at_start(device: str) -> dict[str, Any]:
 
 
 def measure_or_load(
-    evaluation: Evaluation[OptionsType],
-    options: OptionsType,
+    evaluation: Evaluation,
     path: AnyRun,
     file: Path | None = None,
     weights: Checkpoint | None = None,
@@ -210,13 +221,13 @@ def measure_or_load(
     file = file or results_file(evaluation, path)
     # a run in training saves newer checkpoints: its control is measured with the same one
     weights = weights or find_weights(path)
-    result = None if options.again else load_stored(evaluation, options, path, file, weights)
+    result = None if evaluation.again else load_stored(evaluation, path, file, weights)
     if result is None:
-        measure_missing(evaluation, options, load_run(path, options, weights), file)
-        control = evaluation.control(options, read_config(path))
+        measure_missing(evaluation, load_run(path, evaluation, weights), file)
+        control = evaluation.control(read_config(path))
         if control is not None:
-            measure_or_load(evaluation, control, path, file, weights)
-        result = load_stored(evaluation, options, path, file, weights)
+            measure_or_load(control, path, file, weights)
+        result = load_stored(evaluation, path, file, weights)
         assert result is not None  # all of it has been measured
     control_result = result.get("control")
     if has_outdated_code(evaluation, result) or has_outdated_code(evaluation, control_result):
@@ -233,29 +244,27 @@ def has_outdated_code(evaluation: Evaluation, result: dict | None) -> bool:
 
 
 def measure_missing(
-    evaluation: Evaluation[OptionsType],
-    options: OptionsType,
+    evaluation: Evaluation,
     run: Run,
     file: Path,
 ) -> None:
     """Measure and store the chunks that are missing; with --again, all."""
-    facts = run.facts | identity(evaluation, options, run.config)
-    chunks = evaluation.chunks(options, run.config)
+    facts = run.facts | identity(evaluation, run.config)
+    chunks = evaluation.chunks(run.config)
     code = code_hash(evaluation)
-    made = environment_at_start(options.device)
+    made = environment_at_start(evaluation.device)
     known = find_measurement(read_measurements(file), facts).get("parts", {})
-    missing = [name for name in chunks if options.again or name not in known]
+    missing = [name for name in chunks if evaluation.again or name not in known]
     label = f"{run.path}: {evaluation.name}"
-    if options.window is not None:
-        label += f", window {options.window}"
+    if evaluation.window is not None:
+        label += f", window {evaluation.window}"
     for name in tqdm(missing, label, unit="chunk"):
-        values = evaluation.measure(options, run, chunks[name])
+        values = evaluation.measure(run, chunks[name])
         store(file, facts, name, values, code, made)
 
 
 def load_stored(
-    evaluation: Evaluation[OptionsType],
-    options: OptionsType,
+    evaluation: Evaluation,
     path: AnyRun,
     file: Path | None = None,
     weights: Checkpoint | None = None,
@@ -265,26 +274,26 @@ def load_stored(
     The measurement of its control, if there is one, is the entry `control`.
     """
     trained = read_config(path)
-    config = options.apply_to(trained)
+    config = evaluation.apply_to(trained)
     if isinstance(path, ModelConfig):
-        facts = model_facts(path, options)
+        facts = model_facts(path, evaluation)
     else:
         weights = weights or checkpoint.find(path)
-        facts = run_facts(trained, weights, options, outline(config, options.window))
-    facts |= identity(evaluation, options, config)
+        facts = run_facts(trained, weights, evaluation, model_on_meta(config, evaluation.window))
+    facts |= identity(evaluation, config)
     file = file or results_file(evaluation, path)
     result = find_measurement(read_measurements(file), facts)
     known = result.get("parts", {})
     parts = {}
-    for name in evaluation.chunks(options, config):
+    for name in evaluation.chunks(config):
         if name not in known:
             return None
         parts[name] = known[name]
     result |= {"parts": parts, "trained_length": trained.block_size} | evaluation.summarise(parts)
-    control = evaluation.control(options, trained)
+    control = evaluation.control(trained)
     if control is None:
         return result
-    control_result = load_stored(evaluation, control, path, file, weights)
+    control_result = load_stored(control, path, file, weights)
     return None if control_result is None else result | {"control": control_result}
 
 
@@ -351,7 +360,7 @@ def with_controls(results: Results) -> Iterator[tuple[str, dict, bool]]:
 # ---- commands ----
 
 
-def as_command(evaluation: Evaluation) -> Callable[[], None]:
+def as_command(kind: type[Evaluation]) -> Callable[[], None]:
     """The `main` of an evaluation: measures the runs of the command line, prints and draws them.
 
     Measurements go to RUN/NAME.json, and what that file has is not measured again. The pictures of
@@ -361,25 +370,27 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
 
     @command
     def main() -> None:
-        options, arguments = parse(evaluation.options)
+        evaluation, arguments = parse(kind)
         out = arguments.out
         runs: dict[str, AnyRun]  # by label
         if any(name.startswith(PRETRAINED) for name in arguments.runs):
-            options, runs = read_models(evaluation, options, arguments.runs)
+            evaluation, runs = read_models(evaluation, arguments.runs)
         else:
             paths = list(dict.fromkeys(arguments.runs))  # a run that is given twice counts once
             runs = dict(zip(run_names(paths), paths, strict=True))
-        options = evaluation.align(options, [read_config(run) for run in runs.values()])
-        weights = check_runs(evaluation, options, runs, out)
+        evaluation = evaluation.align([read_config(run) for run in runs.values()])
+        weights = check_runs(evaluation, runs, out)
         results = {}
         for name, run in runs.items():
             file = results_file(evaluation, run, out)
             file.parent.mkdir(parents=True, exist_ok=True)
-            results[name] = measure_or_load(evaluation, options, run, file, weights[name])
-        pictures = evaluation.show(options, results)
+            results[name] = measure_or_load(evaluation, run, file, weights[name])
+        pictures = evaluation.show(results)
         drawn = False
         for name, run in runs.items():
-            figure = evaluation.draw_run(options, run, weights[name], results[name])
+            checkpoint_of_run = weights[name]
+            path = run if checkpoint_of_run is None else checkpoint_of_run.path
+            figure = evaluation.draw_run(path, results[name])
             if figure is not None and len(runs) == 1:
                 pictures[evaluation.name] = figure
             elif figure is not None:
@@ -397,9 +408,9 @@ def as_command(evaluation: Evaluation) -> Callable[[], None]:
 
 
 def read_models(
-    evaluation: Evaluation[OptionsType], options: OptionsType, names: Sequence[str]
-) -> tuple[OptionsType, dict[str, AnyRun]]:
-    """The options with which models of transformers are measured, and the models by their names.
+    evaluation: Evaluation, names: Sequence[str]
+) -> tuple[Evaluation, dict[str, AnyRun]]:
+    """The evaluation as it measures models of transformers, and the models by their names.
 
     --window becomes what evaluations call the training length. Raises UserError for runs among
     them, and for what cannot be measured of such a model.
@@ -412,12 +423,12 @@ def read_models(
     for name in names:
         if not name.startswith(PRETRAINED):
             raise UserError(f"{name} is a run, and {PRETRAINED} models take a command of their own")
-    for option in RUN_ONLY:
-        if getattr(options, option) != getattr(Options, option):
-            raise UserError(f"--{option} is for runs of this repository, not for {names[0]}")
+    for name in RUN_ONLY:
+        if getattr(evaluation, name) != getattr(Options, name):
+            raise UserError(f"--{name} is for runs of this repository, not for {names[0]}")
     require("eval", "transformers")
-    trained_length = options.window
-    options = replace(options, window=None, rope=options.rope or "none")
+    trained_length = evaluation.window
+    evaluation = replace(evaluation, window=None, rope=evaluation.rope or "none")
     models: dict[str, AnyRun] = {}
     for name in names:
         model = read_model(name, trained_length)
@@ -425,10 +436,10 @@ def read_models(
             raise UserError(
                 f"--window {model.block_size}: {name}'s learned positions end at {model.longest}"
             )
-        scaled_config(model, options)
-        has_control = evaluation.control(options, model) is not None
+        scaled_config(model, evaluation)
+        has_control = evaluation.control(model) is not None
         models[name] = replace(model, has_control=has_control)
-    return options, models
+    return evaluation, models
 
 
 def save_pictures(
@@ -451,8 +462,7 @@ def save_pictures(
 
 
 def check_runs(
-    evaluation: Evaluation[OptionsType],
-    options: OptionsType,
+    evaluation: Evaluation,
     runs: dict[str, AnyRun],
     out: Path | None,
 ) -> dict[str, Checkpoint | None]:
@@ -460,7 +470,7 @@ def check_runs(
 
     Raises UserError, before any work, where a run cannot be measured or its results saved.
     """
-    pick_device(options.device)
+    pick_device(evaluation.device)
     hint = "; --out FILE.png puts the picture and the measurements elsewhere"
     weights = {}
     for name, run in runs.items():
@@ -471,7 +481,7 @@ def check_runs(
     if out is None:
         check_writable(common_folder([path_of(run) for run in runs.values()]), hint)
     for run in runs.values():
-        check_evaluation(evaluation, options, read_config(run))
+        check_evaluation(evaluation, read_config(run))
     return weights
 
 

@@ -126,7 +126,7 @@ def open_model(config: Config, limit: int | None) -> GPT:
 
 
 @functools.cache  # the runs of a table are looked up several times
-def outline(config: Config, limit: int | None) -> GPT:
+def model_on_meta(config: Config, limit: int | None) -> GPT:
     """The model of `open_model` without weights, which takes a second to build."""
     with torch.device("meta"):
         return open_model(config, limit)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -22,16 +22,13 @@ from runtime import metadata
 from runtime.config_files import find_data
 from scripts.common.command_line import FILES, option, parse_lengths
 from scripts.common.hf_models import ModelConfig, tokens_of
-from scripts.common.options import EvaluationOptions
+from scripts.common.runner import Evaluation
 from scripts.common.runs import batches
-
-AnyControlOptions = TypeVar("AnyControlOptions", bound="ControlOptions")
-AnyTextOptions = TypeVar("AnyTextOptions", bound="TextOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthOptions(EvaluationOptions):
-    """Options of an evaluation at several lengths, by default multiples of the training length."""
+class LengthEvaluation(Evaluation):
+    """An evaluation at several lengths, by default multiples of the training length."""
 
     multiples: ClassVar[tuple[float, ...]] = (1, 2, 4, 8, 16)
 
@@ -44,10 +41,14 @@ class LengthOptions(EvaluationOptions):
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
         return default_lengths(configs, self.multiples) if self.lengths is None else self.lengths
 
+    def chunks(self, config: Config) -> dict[str, Any]:
+        """The lengths, for an evaluation that measures one after the other."""
+        return {str(length): length for length in self.lengths_of(config)}
+
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions(EvaluationOptions):
-    """Options of an evaluation on validation tokens."""
+class TextEvaluation(Evaluation):
+    """An evaluation on validation tokens."""
 
     data_dir: str | None = option(None, "shards to use instead of the run's")
 
@@ -55,10 +56,30 @@ class TextOptions(EvaluationOptions):
         config = super().apply_to(config)
         return config.replace(data_dir=find_data(self.data_dir or config.data_dir))
 
+    def align(self, configs: Sequence[Config]) -> Self:
+        """The evaluation unchanged. Raises UserError if the runs would have different text."""
+        tokenizers = {config.tokenizer_id: config.out_dir for config in configs}
+        if len(tokenizers) > 1:
+            raise UserError(
+                f"the runs {' and '.join(tokenizers.values())} have different tokenizers: losses "
+                "per token cannot be compared"
+            )
+        texts = {str(Path(self.data_dir or config.data_dir).resolve()) for config in configs}
+        if len(texts) > 1:
+            raise UserError(
+                f"the runs were trained on {' and '.join(sorted(texts))}: --data_dir DIR measures "
+                "all of them on one text"
+            )
+        if self.data_dir is None:
+            require_same_data([Path(config.out_dir) for config in configs])
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
-class FilesOptions(TextOptions):
-    """Options of an evaluation on validation tokens that takes models of transformers too."""
+class ModelEvaluation(TextEvaluation):
+    """An evaluation on validation tokens that takes models of transformers too."""
+
+    takes_models = True
 
     files: list[str] | None = option(None, "text files to measure hf: models on", **FILES)
 
@@ -75,51 +96,29 @@ class FilesOptions(TextOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlOptions(FilesOptions):
-    """Options of an evaluation that measures every run beside its `sliding_window`."""
+class ControlledEvaluation(ModelEvaluation):
+    """An evaluation that measures every run beside its `window_control`."""
 
     no_control: bool = option(False, "skip the sliding-window control of each run")
 
+    def window_control(self, config: Config, longest: int) -> Self | None:
+        """The control of a run: the same weights with plain RoPE, each query seeing the last T keys
+        at most, T being the training length. Layers with a smaller window keep it.
 
-def sliding_window(
-    options: AnyControlOptions, config: Config, longest: int
-) -> AnyControlOptions | None:
-    """The control of a run: the same weights with plain RoPE, each query seeing the last T keys
-    at most, T being the training length. Layers with a smaller window keep it.
-
-    `longest` is the greatest number of tokens that the last token could attend to. None where the
-    control hides nothing.
-    """
-    visible = min(longest, options.window or longest)
-    if options.no_control or visible <= config.block_size:
-        return None
-    return replace(
-        options,
-        window=config.block_size,
-        rope="none",
-        rope_factor=None,
-        rope_theta=None,
-        log_base=None,
-    )
-
-
-def on_same_text(options: AnyTextOptions, configs: Sequence[Config]) -> AnyTextOptions:
-    """The options unchanged. Raises UserError if the runs would be measured on different text."""
-    tokenizers = {config.tokenizer_id: config.out_dir for config in configs}
-    if len(tokenizers) > 1:
-        raise UserError(
-            f"the runs {' and '.join(tokenizers.values())} have different tokenizers: losses per "
-            "token cannot be compared"
+        `longest` is the greatest number of tokens that the last token could attend to. None where
+        the control hides nothing.
+        """
+        visible = min(longest, self.window or longest)
+        if self.no_control or visible <= config.block_size:
+            return None
+        return replace(
+            self,
+            window=config.block_size,
+            rope="none",
+            rope_factor=None,
+            rope_theta=None,
+            log_base=None,
         )
-    texts = {str(Path(options.data_dir or config.data_dir).resolve()) for config in configs}
-    if len(texts) > 1:
-        raise UserError(
-            f"the runs were trained on {' and '.join(sorted(texts))}: --data_dir DIR measures all "
-            "of them on one text"
-        )
-    if options.data_dir is None:
-        require_same_data([Path(config.out_dir) for config in configs])
-    return options
 
 
 def require_same_data(runs: Sequence[Path]) -> None:
@@ -142,11 +141,6 @@ def default_lengths(configs: Sequence[Config], multiples: Sequence[float]) -> tu
         lengths |= {int(multiple * config.block_size) for multiple in multiples}
         longest = min(longest, config.longest or math.inf)
     return tuple(sorted(length for length in lengths if length <= longest))
-
-
-def length_chunks(options: LengthOptions, config: Config) -> dict[str, int]:
-    """The lengths, for an evaluation that measures one after the other."""
-    return {str(length): length for length in options.lengths_of(config)}
 
 
 def accuracies(measurement: dict) -> dict[int, float]:

@@ -124,8 +124,8 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
     for key, value, entry in trainings(scale, experiment.entries):
         expected = getattr(scale.config, key)
         return f"was trained with {key} = {expected!r}, not {value!r} as {entry.name}"
-    options = experiment.options(scale.config)
-    measured = identity(experiment.evaluation, options, options.apply_to(scale.config))
+    evaluation = experiment.evaluation(scale.config)
+    measured = identity(evaluation, evaluation.apply_to(scale.config))
     length = scale.config.block_size
     for row in table["rows"].values():
         for run in row["runs"]:

@@ -9,23 +9,21 @@ from config import Config
 from scripts.common.papers import LSSAR
 from scripts.common.tables import cell, summarise
 from scripts.common.validation import accuracies
-from scripts.downstream import DOWNSTREAM, DownstreamOptions
+from scripts.downstream import Downstream
 from scripts.eval_length import (
-    EVAL_LENGTH,
     UNIT,
-    LossOptions,
+    LossByLength,
     difference_error,
     error_range,
     gain,
     gain_error,
     smoothed,
 )
-from scripts.passkey import PASSKEY, PasskeyOptions
+from scripts.passkey import PasskeyRetrieval
 from scripts.recall import (
     LEARNED_AT,
     PERCENT,
-    RECALL,
-    RecallOptions,
+    Recall,
     chance_label,
     chances,
     has_learned,
@@ -56,8 +54,8 @@ def loss(
 ) -> Experiment:
     """Measure the loss by length, over the same tokens at each length."""
 
-    def options(config: Config) -> LossOptions:
-        return LossOptions(
+    def evaluation(config: Config) -> LossByLength:
+        return LossByLength(
             lengths=all_in_tokens(multiples, config),
             tokens=config.val_tokens,
             documents=documents,
@@ -70,8 +68,7 @@ def loss(
         entries=entries,
         multiples=multiples,
         better="lower",
-        evaluation=EVAL_LENGTH,
-        options=options,
+        evaluation=evaluation,
         values=lambda measured: measured["loss"],
         draw=draw,
         **more,
@@ -170,10 +167,10 @@ def loss_by_position(
     """
     shown = (0.5, 1, 2, 4, 8, 16)
 
-    def options(config: Config) -> LossOptions:
+    def evaluation(config: Config) -> LossByLength:
         length = in_tokens(multiple, config)
         tokens = sequences * length if sequences else config.val_tokens
-        return LossOptions(
+        return LossByLength(
             lengths=(length,), tokens=tokens, per_position=True, documents="trained", **opened
         )
 
@@ -188,8 +185,7 @@ def loss_by_position(
         entries=entries,
         multiples=shown,
         better="lower",
-        evaluation=EVAL_LENGTH,
-        options=options,
+        evaluation=evaluation,
         values=values,
         draw_first_seed=pictures.loss_over_positions,
         note=note,
@@ -229,8 +225,7 @@ def downstream(title: str, paper: dict, scale: str = "124m") -> Experiment:
         columns=tuple(paper["columns"]),
         better=tuple("lower" if metric == "perplexity" else "higher" for _, metric in columns),
         digits=2,
-        evaluation=DOWNSTREAM,
-        options=lambda config: DownstreamOptions(tasks=",".join(tasks)),
+        evaluation=lambda config: Downstream(tasks=",".join(tasks)),
         values=values,
         paper=paper,
         paper_scale=scale,
@@ -241,7 +236,7 @@ def passkeys(title: str, entries: Entries, draw: Draw = pictures.together) -> Ex
     """Measure how many passkeys are retrieved, in percent."""
 
     def multiples(config: Config) -> Multiples:
-        return tuple(length / config.block_size for length in PasskeyOptions().lengths_of(config))
+        return tuple(length / config.block_size for length in PasskeyRetrieval().lengths_of(config))
 
     return Experiment(
         title=title,
@@ -250,8 +245,9 @@ def passkeys(title: str, entries: Entries, draw: Draw = pictures.together) -> Ex
         multiples=multiples,
         better="higher",
         digits=1,
-        evaluation=PASSKEY,
-        options=lambda config: PasskeyOptions(lengths=all_in_tokens(multiples(config), config)),
+        evaluation=lambda config: PasskeyRetrieval(
+            lengths=all_in_tokens(multiples(config), config)
+        ),
         values=all_accuracies,
         draw=draw,
         paper=LSSAR["passkey"],
@@ -286,8 +282,7 @@ def recall(
         entries=entries,
         multiples=multiples,
         digits=1,
-        evaluation=RECALL,
-        options=lambda config: RecallOptions(lengths=all_in_tokens(multiples, config)),
+        evaluation=lambda config: Recall(lengths=all_in_tokens(multiples, config)),
         values=values,
         draw=draw,
         remarks=recall_remarks,

@@ -11,9 +11,8 @@ from config import Config
 from errors import UserError, first_line
 from runtime.device import environment
 from scripts.common import runner
-from scripts.common.options import EvaluationOptions
 from scripts.common.runner import Evaluation
-from scripts.common.validation import TextOptions
+from scripts.common.validation import TextEvaluation
 from scripts.reproduce.entries import VIEWS, Entry, Scale
 from scripts.reproduce.planned import PlannedRun, with_bases
 
@@ -57,8 +56,7 @@ class Experiment:
     digits: int = 4
     task: str = "language"  # of the runs
 
-    evaluation: Evaluation | None = None
-    options: Callable[[Config], EvaluationOptions] = lambda config: EvaluationOptions()
+    evaluation: Callable[[Config], Evaluation] | None = None  # Config: of the scale
     # the columns of a run's measurement
     values: Callable[[dict], Sequence[float | None]] = lambda measured: []
     curves: Callable[[dict], Curves] | None = None  # of a run's measurement
@@ -101,37 +99,39 @@ class Work:
         runs = [self.scale.run(entry, seed) for seed in self.seeds for entry in entries]
         return with_bases(runs)
 
-    def evaluations(self) -> Iterator[tuple[Evaluation, EvaluationOptions, PlannedRun]]:
-        """Yield what is to be measured: the evaluation, its options, and the run."""
-        evaluation = self.experiment.evaluation
-        if evaluation is None:
-            return
+    def evaluations(self) -> Iterator[tuple[Evaluation, PlannedRun]]:
+        """Yield each evaluation of a run, and the run."""
         for seed in self.seeds:
             for entry in self.chosen:
-                yield evaluation, self.options(entry), self.scale.run(entry, seed)
+                evaluation = self.evaluation(entry)
+                if evaluation is not None:
+                    yield evaluation, self.scale.run(entry, seed)
 
-    def options(self, entry: Entry) -> EvaluationOptions:
-        """Return the options of the evaluation, with the options of the entry's view."""
+    def evaluation(self, entry: Entry) -> Evaluation | None:
+        """Return the evaluation, if there is one, with the options of the entry's view."""
+        if self.experiment.evaluation is None:
+            return None
         config = self.scale.config
-        options = replace(
-            self.experiment.options(config),
+        evaluation = replace(
+            self.experiment.evaluation(config),
             device=config.device,
             dtype=config.dtype,
             attention_impl=config.attention_impl,
             again=self.again,
             **VIEWS[entry.view],
         )
-        if isinstance(options, TextOptions):  # the run's own folder may be gone, or have other text
-            options = replace(options, data_dir=config.data_dir)
-        return options
+        # the run's own folder may be gone, or have other text
+        if isinstance(evaluation, TextEvaluation):
+            evaluation = replace(evaluation, data_dir=config.data_dir)
+        return evaluation
 
     def measure(self) -> list[str]:
         """Measure the finished runs; returns a sentence for each failure."""
         failures = []
-        for evaluation, options, run in self.evaluations():
+        for evaluation, run in self.evaluations():
             try:
                 if run.finished:
-                    measured = runner.measure_or_load(evaluation, options, run.folder)
+                    measured = runner.measure_or_load(evaluation, run.folder)
                     if measured["step"] != run.step:  # a checkpoint before a damaged one
                         failures.append(
                             f"{run.folder}: the checkpoint of step {run.step} cannot be read; "
@@ -182,8 +182,9 @@ class Work:
         if experiment.read:
             values, curves = experiment.read(run, *needed)
             return run.record(values, {"curves": curves})
-        assert experiment.evaluation is not None
-        measured = runner.load_stored(experiment.evaluation, self.options(entry), run.folder)
+        evaluation = self.evaluation(entry)
+        assert evaluation is not None
+        measured = runner.load_stored(evaluation, run.folder)
         if measured is None or measured["step"] != run.step:
             return None
         values = experiment.values(measured)

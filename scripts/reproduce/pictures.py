@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from matplotlib.figure import Figure
 
 from scripts import eval_length
-from scripts.attention_maps import MapOptions, draw_run
+from scripts.attention_maps import AttentionMaps
 from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.tables import ranged
 from scripts.physics import plot_forces
@@ -274,8 +274,8 @@ def maps(table: dict) -> Pictures:
     for name, row in table["rows"].items():
         run = row["runs"][0]
         measured = run["evaluation"]
-        options = MapOptions(rope=measured["rope"], dtype=measured["dtype"])
-        figure = draw_run(options, run["run"], None, measured)
+        evaluation = AttentionMaps(rope=measured["rope"], dtype=measured["dtype"])
+        figure = evaluation.draw_run(run["run"], measured)
         if figure is not None:
             pictures[f"{name}.png"] = figure
     return pictures

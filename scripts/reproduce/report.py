@@ -76,11 +76,11 @@ def run_experiment(
     work = Work(name, experiment, scale, chosen, seeds, options.again)
     runs = work.runs()
     check_plan(runs)
-    for evaluation, evaluation_options, run in work.evaluations():
+    for evaluation, run in work.evaluations():
         if options.plan:  # which needs no data
-            runner.check_opening(evaluation_options, run.config)
+            runner.check_opening(evaluation, run.config)
         else:
-            runner.check_evaluation(evaluation, evaluation_options, run.config)
+            runner.check_evaluation(evaluation, run.config)
     check_writable(folder)
     check_writable(scale.out)
     entries = "1 entry" if len(chosen) == 1 else f"{len(chosen)} entries"

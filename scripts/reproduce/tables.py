@@ -9,20 +9,19 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from config import Config
-from scripts.attention_maps import ATTENTION_MAPS, MapOptions, mean_over_heads
+from scripts.attention_maps import AttentionMaps, mean_over_heads
 from scripts.common.papers import LSSAR, SSMAX, TRAINED_LENGTH
 from scripts.copying import (
     BEYOND,
-    COPYING,
     UNIT,
     WITHIN,
-    CopyingOptions,
+    Copying,
     lags_in,
     shares_kept,
     worth_at,
 )
-from scripts.physics import PHYSICS, PhysicsOptions
-from scripts.recall import RecallOptions
+from scripts.physics import Physics
+from scripts.recall import Recall
 from scripts.reproduce import formulas, metrics, pictures
 from scripts.reproduce.entries import (
     LSSAR_SWIGLU,
@@ -62,12 +61,7 @@ from scripts.reproduce.kinds import (
 )
 from scripts.reproduce.measure import Experiment, in_tokens
 from scripts.reproduce.pictures import in_panels, lines
-from scripts.weights_by_distance import (
-    WEIGHTS_BY_DISTANCE,
-    DistanceOptions,
-    mean_shares,
-    positive_curve,
-)
+from scripts.weights_by_distance import WeightsByDistance, mean_shares, positive_curve
 
 # ---- the entries of larger tables ----
 
@@ -280,9 +274,9 @@ NEWTON = [-2.0, 1.0, 1.0]
 ACCELERATION = [-2.0, 1.0, 0.0]
 
 
-def physics_options(config: Config) -> PhysicsOptions:
+def physics(config: Config) -> Physics:
     """Take the published sizes, or less for fewer systems."""
-    return PhysicsOptions(
+    return Physics(
         steps=min(10_000, math.ceil(config.systems / 40)),
         pairs=min(10_000, math.ceil(config.systems / 10)),
         batch=min(64, config.total_batch_size // config.block_size),
@@ -445,7 +439,7 @@ EXPERIMENTS = {
             *config_entries("stick_breaking", "fox", "asentmax", "softpick"),
             *config_entries("swa", "gated", "qk_norm"),
         ),
-        multiples=RecallOptions.multiples,
+        multiples=Recall.multiples,
         values=accuracies_if_learned,
         draw=pictures.recall_pictures(RECALL_ENTRIES),
         note=(
@@ -489,8 +483,7 @@ EXPERIMENTS = {
         columns=("share kept at 16x",),
         better="higher",
         digits=3,
-        evaluation=COPYING,
-        options=lambda config: CopyingOptions(),
+        evaluation=lambda config: Copying(),
         values=copying_columns,
         draw=pictures.together,
         remarks=shares_kept_by_seed,
@@ -505,8 +498,7 @@ EXPERIMENTS = {
         unit="mean over heads and rows",
         entries=SOFTMAX_AND_LSSAR,
         columns=tuple(MAPPED.values()),
-        evaluation=ATTENTION_MAPS,
-        options=lambda config: MapOptions(tokens=0),
+        evaluation=lambda config: AttentionMaps(tokens=0),
         values=map_columns,
         draw_first_seed=pictures.maps,
     ),
@@ -523,8 +515,7 @@ EXPERIMENTS = {
         better=tuple(TABLE3.values()),
         digits=2,
         task="orbits",
-        evaluation=PHYSICS,
-        options=physics_options,
+        evaluation=physics,
         values=table3_columns,
         draw_first_seed=pictures.forces,
         remarks=equations,
@@ -548,8 +539,7 @@ EXPERIMENTS = {
         entries=config_entries("softmax", "ssmax", "lssa", "lssar_p15"),
         multiples=ENTROPY_AT,
         columns=("slope",),
-        evaluation=ATTENTION_MAPS,
-        options=lambda config: MapOptions(text="", lengths=(in_tokens(16, config),)),
+        evaluation=lambda config: AttentionMaps(text="", lengths=(in_tokens(16, config),)),
         values=entropy_by_keys,
         curves=lambda measured: {"": entropies(measured)},
         draw_first_seed=lines(
@@ -606,8 +596,7 @@ EXPERIMENTS = {
             "lssar_p15",
         ),
         columns=SPARSITY_COLUMNS,
-        evaluation=WEIGHTS_BY_DISTANCE,
-        options=lambda config: DistanceOptions(rope="none"),
+        evaluation=lambda config: WeightsByDistance(rope="none"),
         values=dead_shares,
         curves=lambda measured: {"": positive_curve(measured)},
         draw_first_seed=lines(
