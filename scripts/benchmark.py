@@ -425,15 +425,15 @@ def attention_step(config: Config, device: torch.device, training: bool, say: Sa
 
 
 def print_figures(figures: dict[str, dict], models: dict[str, Config]) -> None:
-    """Print the figures of `measure`, and below each model the paper's for the same variant."""
+    """Print the figures of `measure`, and below each model the paper's for the same config."""
     baseline = next(iter(models))
     columns = [name for name in figures[baseline] if name.endswith(("_ms", "_mb"))]
     paper_rows = {}
     sizes = models[baseline].n_layer, models[baseline].n_embd, models[baseline].block_size
     if columns == PAPER["columns"] and sizes == (Config.n_layer, Config.n_embd, Config.block_size):
         for name, config in models.items():
-            if config.projections == "linear":
-                paper_rows[name] = PAPER["rows"].get(config.variant_name)
+            if name == config.variant_name:  # a setting, such as --p=3, makes another variant
+                paper_rows[name] = PAPER["rows"].get(name)
     rows = {name: [figures[name][column] for column in columns] for name in models}
     lines = [["", *columns]]
     for name in models:
