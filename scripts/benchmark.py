@@ -15,11 +15,10 @@ GPT-2 built from torch.nn's Transformer modules, as a baseline without this repo
 is measured in its own process, so that its peak memory is known; the models take turns, round by
 round, so that a change in the machine's speed affects all of them equally. Times are medians over
 the rounds. On a GPU a round is a step that is not timed and four that are, between which the host
-does not wait, as in training. The file of --out also has the milliseconds per step of all kernels
-together and of each of the longest ones. Without a scale the model is GPT-2 124M at 1,024 tokens;
---batch_size is 4 by default. The phase `decode` generates one more token for each of batch_size
-sequences, of which block_size - 1 are cached; `attention` is ten calls of one layer's attention,
-forward and backward, and `attention_eval` is ten calls without gradients.
+does not wait, as in training. Without a scale the model is GPT-2 124M at 1,024 tokens; --batch_size
+is 4 by default. The phase `decode` generates one more token for each of batch_size sequences, of
+which block_size - 1 are cached; `attention` is ten calls of one layer's attention, forward and
+backward, and `attention_eval` is ten calls without gradients.
 """
 
 import argparse
@@ -27,7 +26,7 @@ import contextlib
 import multiprocessing
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -72,8 +71,6 @@ PHASES = ("train", "eval", "decode", "attention", "attention_eval")
 CALLS = 10
 # Steps of a round on a GPU: the host waits after the last one alone.
 STEPS = 4
-# The longest kernels of a step that the file of --out lists.
-KERNELS = 30
 # The average length of a document in tokens, with document_mask.
 DOCUMENT_LENGTH = 512
 PLAIN = "plain"  # stands where a config file does: PlainGPT
@@ -190,17 +187,13 @@ def measure(models: dict[str, Config], rounds: int, phases: Sequence[str]) -> di
         for _ in tqdm(range(rounds), desc="rounds"):
             for key, worker in workers.items():
                 measured[key].append(worker.submit(timed_step).result())
-        for (name, phase), worker in workers.items():
+        for name, phase in workers:
             ms, peak_mb = zip(*measured[name, phase], strict=True)
             figures[name] |= {
                 f"{phase}_ms": statistics.median(ms),
                 f"{phase}_ms_spread": [min(ms), max(ms)],
                 f"{phase}_mb": max(peak_mb),
             }
-            kernels = worker.submit(kernel_times).result()
-            if kernels:
-                longest = dict(kernels.most_common(KERNELS))
-                figures[name][f"{phase}_kernels"] = {"all": sum(kernels.values()), **longest}
     return figures
 
 
@@ -250,19 +243,6 @@ def timed_step() -> tuple[float, float]:
     ms = 1000 * (time.perf_counter() - started) / steps
     free_memory()
     return ms, memory_mb(_device)
-
-
-def kernel_times() -> Counter[str]:
-    """Return the milliseconds of a step's kernels by name; nothing without an NVIDIA GPU."""
-    times: Counter[str] = Counter()
-    if _device.type == "cuda":
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            _step()
-            synchronize()
-        for event in profile.events():
-            times[event.name] += event.device_time / 1000
-        free_memory()
-    return times
 
 
 def synchronize() -> None:

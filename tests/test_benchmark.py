@@ -1,7 +1,6 @@
 """The benchmark: its models, what a step is, its tables."""
 
 import multiprocessing
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,34 +116,6 @@ def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_pat
         low, high = figures[f"{phase}_ms_spread"]
         assert 0 < low <= figures[f"{phase}_ms"] <= high
         assert figures[f"{phase}_mb"] > 50
-
-
-def test_the_times_of_kernels_add_up_by_name(monkeypatch):
-    """As a profiler of a GPU has them, in microseconds."""
-
-    class Profile:
-        def __init__(self, activities):
-            assert activities == [torch.profiler.ProfilerActivity.CUDA]
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            assert taken == ["step", "wait"]
-
-        def events(self):
-            times = (("matmul", 3000.0), ("softmax", 500.0), ("matmul", 1000.0))
-            return [SimpleNamespace(name=name, device_time=time) for name, time in times]
-
-    taken = []
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(benchmark, "synchronize", lambda: taken.append("wait"))
-    monkeypatch.setattr(benchmark, "_step", lambda: taken.append("step"), raising=False)
-    monkeypatch.setattr(benchmark, "_device", torch.device("cpu"), raising=False)
-    assert not benchmark.kernel_times()
-    monkeypatch.setattr(benchmark, "_device", torch.device("cuda"))
-    assert benchmark.kernel_times() == {"matmul": 4.0, "softmax": 0.5}
 
 
 def test_a_round_on_a_gpu_waits_after_its_last_step(monkeypatch):
