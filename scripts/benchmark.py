@@ -49,7 +49,8 @@ from layers.cache import KVCache
 from layers.documents import positions_in_documents
 from layers.selfcheck import check_kernels
 from model import GPT, compile_model
-from optim import build_optimizers
+from optim import build_optimizers, build_scaler
+from runtime.checkpoint import Training
 from runtime.config_files import load_config
 from runtime.device import (
     autocast,
@@ -64,6 +65,7 @@ from runtime.files import check_writable, write_json
 from scripts.common.command_line import Parser
 from scripts.common.papers import LSSAR
 from scripts.common.tables import print_table
+from train import StepBatch, train_step
 
 PAPER = LSSAR["table_a7"]
 PHASES = ("train", "eval", "decode", "attention", "attention_eval")
@@ -320,13 +322,18 @@ def build_step(config: Config, phase: str, device: torch.device, plain: bool, sa
     if unfused and not plain:
         loss_fn = partial(loss_of_all_logits, model)
 
-    def forward() -> Tensor:
-        with autocast(device, dtype):
-            return loss_fn(x, y)
+    if phase == "train":
+        optimizers = build_optimizers(model, config)
+        training = Training(model, dtype, optimizers, build_scaler(device, dtype))
+        batch = StepBatch([(x, y)], divisor=1, tokens=x.numel())
+        return partial(train_step, training, loss_fn, batch, config.grad_clip)
 
-    if phase == "eval":
-        return torch.no_grad()(forward)
-    return training_step(model, config, forward)
+    @torch.no_grad()
+    def evaluation_step() -> None:
+        with autocast(device, dtype):
+            loss_fn(x, y)
+
+    return evaluation_step
 
 
 def draw_starts(config: Config, device: torch.device) -> Tensor:
@@ -336,20 +343,6 @@ def draw_starts(config: Config, device: torch.device) -> Tensor:
 
 def loss_of_all_logits(model: GPT, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-
-
-def training_step(model: Any, config: Config, forward: Callable[[], Tensor]) -> Step:
-    """Build a step that updates the weights of a model, by the gradients of its loss."""
-    optimizers = build_optimizers(model, config)
-
-    def step() -> None:
-        forward().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-    return step
 
 
 def decoding_step(model: GPT, config: Config, x: Tensor) -> Step:
