@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 
-from config import FREE_ON_RESUME, ROOT, Config
+from config import FREE_ON_RESUME, ROOT, Config, settings_in
 from data.tokenizer import MERGES_FILE, byte_symbols, copy_tokenizer, get_tokenizer
 from data.vocabulary import BUILT_IN, END_OF_TEXT
 from errors import UserError, command
 from runtime.checkpoint import settings_of
-from runtime.describe import windows_by_layer
 from runtime.device import environment
 from runtime.files import check_writable
-from runtime.log import read_metrics
 from scripts.common.command_line import RUN, option, parse, require
 from scripts.common.options import Options
 from scripts.common.runs import Run, load_run
@@ -40,19 +38,8 @@ LOAD = """
 model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{folder}", trust_remote_code=True)
 """
-# The settings of the attention that a model card names if they are not GPT-2's.
-CARD_SETTINGS = (
-    "projections",
-    "n_kv_head",
-    "nope_every",
-    "nope_share",
-    "rope_share",
-    "qk_norm",
-    "forget",
-    "gate",
-    "softcap",
-    "sink",
-)
+# The facts of a run that a model card names: what was trained, and how this export opened it.
+CARD_FACTS = ("variant", "rope", "rope_factor", "rope_theta", "log_base", "window")
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -61,9 +48,11 @@ pipeline_tag: text-generation
 
 {table}
 
-`config.json` has all settings and the commit of the code; attention stays within documents where
-`document_start`, the id of their first token, is not null. The model's code is in this folder, so
-that loading needs `trust_remote_code=True`, also of the tokenizer: without it transformers asks.
+Settings of attention and model that are not above are the defaults: GPT-2 124M with RoPE, and 1,024
+tokens in training. `variant` is the variant as trained. `config.json` has all settings and the
+commit of the code; attention stays within documents where `document_start`, the id of their first
+token, is not null. The model's code is in this folder, so that loading needs
+`trust_remote_code=True`, also of the tokenizer: without it transformers asks.
 
 ```python
 import torch
@@ -168,38 +157,17 @@ def transformers_model(run: Run) -> Any:
 def model_card(run: Run, folder: str) -> str:
     """Return the README.md of an exported run: what it is, and how to load it from `folder`."""
     config = run.config
-    step = run.facts["step"]
-    attention = config.variant_name
-    trained, _, _ = run.facts["variant"].partition(" as ")
-    if trained != attention:  # with --attention or --p
-        attention += f", trained as {trained}"
-    data = ""
-    if config.task == "language" and not config.init_from:
-        data = f" of {Path(config.data_dir).name}"
-    rows = {
-        "attention": attention,
+    rows: dict[str, Any] = {
         "parameters": f"{run.model.count_parameters():,}",
-        "layers, width, heads": f"{config.n_layer}, {config.n_embd}, {config.n_head}",
-        "positions": f"{config.positions}; RoPE scaling: {run.facts['rope']}",
-        "training length": f"{config.block_size:,} tokens",
-        "trained for": f"{step:,} steps of {config.total_batch_size:,} tokens{data}",
-        "tokenizer": f"{Path(config.tokenizer).name}, {config.text_ids:,} ids",
+        "steps": f"{run.facts['step']:,}",
+        "tokens per step": f"{config.total_batch_size:,}",
     }
-    windows = windows_by_layer(run.model)
-    if set(windows) != {"all"}:
-        rows["windows by layer"] = ", ".join(windows)
-    for key in CARD_SETTINGS:
+    for key in (*settings_in("attention", "model"), "document_mask"):
         if getattr(config, key) != getattr(Config, key):
             rows[key] = getattr(config, key)
-    for key in ("rope_factor", "rope_theta", "log_base"):  # of this export
+    for key in CARD_FACTS:
         if run.facts[key] is not None:
             rows[key] = run.facts[key]
-    if config.document_mask:
-        rows["documents"] = "begin with end-of-text; attention stays within them"
-    for line in read_metrics(run.path):
-        if "val_loss" in line and line["step"] <= step:
-            loss = f"{line['val_loss']:.4f} nats per token at step {line['step']:,}"
-            rows["validation loss in training"] = loss
     table = "| | |\n|---|---|"
     for key, value in rows.items():
         table += f"\n| {key} | {value} |"

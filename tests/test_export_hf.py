@@ -16,13 +16,12 @@ from torch.testing import assert_close
 
 from data.tokenizer import get_tokenizer
 from generation import generate
-from layers.build import build_model
 from runtime import checkpoint
 from scripts import export_hf
 from scripts.common.options import Options
 from scripts.common.runs import load_run
-from tests.helpers import ROWS, saved_run, small_config, small_model
-from tests.runs import ROOT, metrics
+from tests.helpers import ROWS, saved_run, small_model
+from tests.runs import ROOT
 from tests.test_data_tokenizer import TEXTS, random_texts
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-eval.txt")
@@ -372,7 +371,7 @@ def test_a_model_with_document_mask_reads_documents_from_its_ids(words_file, tmp
     target = tmp_path / "hf"
     export(run.path, target)
     card = (target / "README.md").read_text()
-    assert "attention stays within them" in card
+    assert "| document_mask | True |" in card
     copied.unlink()
     model = type(export_hf.transformers_model(run)).from_pretrained(target)
     end_of_text = 6
@@ -475,29 +474,28 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, c
     export(trained, target)
     printed = capsys.readouterr().out
     card = (target / "README.md").read_text()
-    loss = metrics(trained, "val_loss")[6]
     run = load_run(trained, Options(device="cpu"))
     for row in (
-        "attention | lssar_p3",
         f"parameters | {run.model.count_parameters():,}",
-        "trained for | 6 steps of 1,024 tokens of shards0",
-        f"validation loss in training | {loss:.4f} nats per token at step 6",
+        "steps | 6",
+        "tokens per step | 1,024",
+        "attention | lssar",
+        "p | 3.0",
+        "variant | lssar_p3",
+        "rope | dynamic_ntk",
     ):
         assert f"| {row} |" in card
+    for key in ("qk_norm", "rope_theta", "document_mask"):
+        assert f"| {key} |" not in card
     assert f'from_pretrained("{target}", trust_remote_code=True)' in printed
     assert str(tmp_path) not in card  # no path of the exporting machine
-    assert "windows" not in card
-    config = run.config.replace(name="mine", window=8, qk_norm=True)
-    own_run = replace(run, config=config, model=build_model(config))
-    card = export_hf.model_card(own_run, "model")
+    config = run.config.replace(name="mine", window=8, qk_norm=True, p=15.0)
+    facts = run.facts | {"window": 4, "rope_theta": 5e5}
+    card = export_hf.model_card(replace(run, config=config, facts=facts), "model")
     assert "\n# mine\n" in card
-    assert "| windows by layer | 8, 8 |" in card
-    assert "| qk_norm | True |" in card
-    other_p = replace(run, config=run.config.replace(p=15.0))
-    assert "| lssar_p15, trained as lssar_p3 |" in export_hf.model_card(other_p, "model")
-    hybrid = build_model(small_config("hybrid_ssmax.py"))
-    card = export_hf.model_card(replace(run, model=hybrid), "model")
-    assert "| windows by layer | all and 256, all and 256 |" in card
+    for row in ("qk_norm | True", "p | 15.0", "variant | lssar_p3", "window | 4"):
+        assert f"| {row} |" in card
+    assert "| rope_theta | 500000.0 |" in card
 
 
 def test_a_checkpoint_without_its_folder_is_exported(trained, tmp_path):
@@ -506,8 +504,7 @@ def test_a_checkpoint_without_its_folder_is_exported(trained, tmp_path):
     shutil.copy(checkpoint.find(trained).path, alone)
     export(alone, tmp_path / "model")
     card = (tmp_path / "model/README.md").read_text()
-    assert "| attention | lssar_p3 |" in card
-    assert "validation loss" not in card  # which the folder has
+    assert "| variant | lssar_p3 |" in card
 
 
 @torch.no_grad()
