@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from config import Config, NonNegativeInt, PositiveInt
@@ -67,8 +68,8 @@ class Question(NamedTuple):
 
 
 class Example(NamedTuple):
-    tokens: np.ndarray  # uint16 [n], end-of-text first, the answer last
-    answer_length: int  # in tokens
+    x: Tensor  # int64 [n], end-of-text first
+    y: Tensor  # int64 [n], the answer last, IGNORED before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +219,7 @@ def encode_all(questions: list[Question], config: Config) -> list[Example]:
     examples = []
     for question in tqdm(questions, "tokenising"):
         example = encode(tokenizer, question)
-        if len(example.tokens) <= config.block_size + 1:
+        if len(example.x) <= config.block_size:
             examples.append(example)
     if not examples:
         raise UserError(
@@ -233,13 +234,18 @@ def encode(tokenizer: Tokenizer, question: Question) -> Example:
     context = tokenizer.encode(question.context)
     ask = tokenizer.encode(ASK.format(question=question.question))
     answer = tokenizer.encode(f" {question.answer}")
-    tokens = [tokenizer.eot, *context, *ask, *answer]
-    return Example(np.array(tokens, dtype=np.uint16), len(answer))
+    tokens = torch.tensor([tokenizer.eot, *context, *ask, *answer])
+    y = tokens[1:].clone()
+    y[: -len(answer)] = IGNORED
+    return Example(tokens[:-1], y)
 
 
 def hash_of(examples: list[Example]) -> str:
-    tokens = np.concatenate([example.tokens for example in examples])
-    return hashlib.sha256(tokens.tobytes()).hexdigest()
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.x.numpy().tobytes())
+        digest.update(example.y.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def examples_of_batch(
@@ -250,7 +256,7 @@ def examples_of_batch(
     begin = batch_of_epoch * sequences
     end = min(len(examples), begin + sequences)
     order = shuffled(np.arange(begin, end), len(examples), seed, epoch)
-    return sorted((examples[i] for i in order), key=lambda example: len(example.tokens))
+    return sorted((examples[i] for i in order), key=lambda example: len(example.x))
 
 
 def fetch_batch(
@@ -261,21 +267,15 @@ def fetch_batch(
     micro_batches = []
     for begin in range(0, len(chosen), options.batch_size):
         micro_batches.append(tensors(chosen[begin : begin + options.batch_size], device))
-    tokens = sum(len(example.tokens) for example in chosen)
+    tokens = sum(len(example.x) for example in chosen)
     return StepBatch(micro_batches, divisor=len(chosen), tokens=tokens)
 
 
 def tensors(batch: list[Example], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return inputs and targets [B, L], padded on the right; targets are the answers' tokens."""
-    L = max(len(example.tokens) for example in batch) - 1
-    x = torch.empty(len(batch), L, dtype=torch.int64)
-    y = torch.full_like(x, IGNORED)
-    for row, example in enumerate(batch):
-        tokens = torch.from_numpy(example.tokens.astype(np.int64))
-        end = len(tokens) - 1
-        x[row, :end] = tokens[:-1]
-        x[row, end:] = x[row, end - 1]  # any other id could be end-of-text, which begins a document
-        y[row, end - example.answer_length : end] = tokens[-example.answer_length :]
+    text_id = batch[0].x[-1].item()  # unlike end-of-text, it begins no document in the padding
+    x = pad_sequence([example.x for example in batch], batch_first=True, padding_value=text_id)
+    y = pad_sequence([example.y for example in batch], batch_first=True, padding_value=IGNORED)
     return x.to(device), y.to(device)
 
 

@@ -53,18 +53,36 @@ def test_squad_examples_hold_context_question_and_answer(name):
     question = finetune_squad.Question("It is the Elbe.  ", "Which river?", "the Elbe")
     example = finetune_squad.encode(tokenizer, question)
     text = "<|endoftext|>It is the Elbe.  \nQuestion: Which river?\nAnswer: the Elbe"
-    assert tokenizer.decode(example.tokens) == text
-    assert tokenizer.decode(example.tokens[-example.answer_length :]) == " the Elbe"
+    assert tokenizer.decode([*example.x, example.y[-1]]) == text
+    is_answer = example.y != finetune_squad.IGNORED
+    assert tokenizer.decode(example.y[is_answer]) == " the Elbe"
+    assert torch.equal(example.y[is_answer][:-1], example.x[is_answer][1:])
+
+
+def test_padding_begins_no_document_and_has_no_loss():
+    end_of_text = 256
+    examples = []
+    for length in (3, 5):
+        tokens = torch.arange(length + 1)
+        tokens[0] = end_of_text
+        examples.append(finetune_squad.Example(tokens[:-1], tokens[1:]))
+    x, y = finetune_squad.tensors(examples, torch.device("cpu"))
+    assert x[:, 0].tolist() == [end_of_text, end_of_text]
+    assert x[0, 1:3].tolist() == [1, 2]
+    assert x[1, 1:].tolist() == [1, 2, 3, 4]
+    assert not (x[0, 3:] == end_of_text).any()
+    assert y[0].tolist() == [1, 2, 3, finetune_squad.IGNORED, finetune_squad.IGNORED]
+    assert y[1].tolist() == [1, 2, 3, 4, 5]
 
 
 def test_squad_epochs_take_every_example_once():
     examples = []
     for i in range(10):
-        examples.append(finetune_squad.Example(np.full(3, i, np.uint16), answer_length=1))
+        examples.append(finetune_squad.Example(torch.full((3,), i), torch.full((3,), i)))
 
     def first_tokens(step):
         batch = finetune_squad.examples_of_batch(step, examples, 4, seed=7)
-        return [int(example.tokens[0]) for example in batch]
+        return [int(example.x[0]) for example in batch]
 
     for epoch in (0, 1):
         steps = [first_tokens(3 * epoch + i) for i in range(3)]
@@ -119,9 +137,9 @@ def test_the_schedule_and_the_settings_are_the_papers(run, squad, call, tmp_path
     examples = finetune_squad.encode_all(finetune_squad.read_squad(squad), config)
     answer_losses = []
     for example in finetune_squad.examples_of_batch(0, examples, 16, config.seed):
-        tokens = torch.from_numpy(example.tokens.astype(np.int64))
-        token_losses = model.token_losses(tokens[None, :-1], tokens[None, 1:])[0]
-        answer_losses.append(token_losses[-example.answer_length :].sum().item())
+        token_losses = model.token_losses(example.x[None], example.y[None])[0]
+        is_answer = example.y != finetune_squad.IGNORED
+        answer_losses.append(token_losses[is_answer].sum().item())
     assert losses[0] == pytest.approx(sum(answer_losses) / 16, rel=1e-5)
 
     assert load_run(out).facts["step"] == 18  # a run like any other
