@@ -23,7 +23,7 @@ import torch
 from matplotlib.figure import Figure
 
 from config import Config, PositiveInt
-from errors import UserError, did_you_mean, first_line
+from errors import UserError, first_line
 from scripts.common.command_line import option, require
 from scripts.common.papers import LSSAR
 from scripts.common.runner import NO_TEXT, Evaluation, Results, as_command
@@ -70,7 +70,10 @@ class Downstream(Evaluation):
         length = self.longest(config)
         check_lengths(config, [length])
         load_tasks(self.names)  # before a run is trained, for tasks that cannot be measured
+        import lm_eval
+
         return NO_TEXT | {
+            "lm_eval": lm_eval.__version__,
             "max_length": length,
             "limit": self.limit,
             "bootstrap_iters": BOOTSTRAP_ITERS,
@@ -85,24 +88,15 @@ class Downstream(Evaluation):
         import lm_eval
 
         model = harness_model(run, self.longest(run.config))
-        try:
-            results = lm_eval.simple_evaluate(
-                model,
-                tasks=tasks[name],
-                task_manager=manager,
-                limit=self.limit,
-                bootstrap_iters=BOOTSTRAP_ITERS,
-                log_samples=False,
-            )
-        except (AssertionError, ValueError) as error:  # the harness's own checks
-            reason = str(error) or f"an answer has no or over {model.max_length} tokens"
-            raise UserError(f"task {name} cannot be evaluated: {reason}") from error
-        return {"lm_eval": lm_eval.__version__} | {key: results[key] for key in KEPT}
-
-    def summarise(self, parts: dict[str, dict]) -> dict:
-        """The versions of the harness."""
-        versions = {part["lm_eval"] for part in parts.values()}
-        return {"lm_eval": ", ".join(sorted(versions))}
+        results = lm_eval.simple_evaluate(
+            model,
+            tasks=tasks[name],
+            task_manager=manager,
+            limit=self.limit,
+            bootstrap_iters=BOOTSTRAP_ITERS,
+            log_samples=False,
+        )
+        return {key: results[key] for key in KEPT}
 
     def show(self, results: Results) -> dict[str, Figure]:
         """Print the harness's table of each run; there is no picture."""
@@ -136,20 +130,15 @@ def load_tasks(names: tuple[str, ...]) -> tuple[Any, dict[str, list]]:
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager()
-    for name in names:
-        if name not in manager.task_index:
-            hint = did_you_mean(name, manager.all_tasks)
-            raise UserError(
-                f"lm-evaluation-harness has no task {name!r}; {hint}lm_eval ls tasks lists them"
-            )
     tasks = {}
     for name in names:
         try:
             loaded = manager.load([name])
-        except Exception as error:  # of its YAML file, its data, or a library that it needs
+        except Exception as error:  # its name, its YAML file, its data, or a library that it needs
             raise UserError(
-                f"task {name} cannot be loaded: {type(error).__name__}: {first_line(error)}; a "
-                "machine without a network needs the data in HF_HOME, and HF_HUB_OFFLINE=1"
+                f"task {name} cannot be loaded: {type(error).__name__}: {first_line(error)}; "
+                "lm_eval ls tasks lists all tasks, and a machine without a network needs the data "
+                "in HF_HOME, and HF_HUB_OFFLINE=1"
             ) from error
         if name in loaded["groups"]:
             tasks[name] = [loaded["groups"][name]]
@@ -164,35 +153,16 @@ def harness_model(run: Run, max_length: int) -> Any:
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each truncated context
     trained = run.config.block_size
-
-    class Model(HFLM):
-        """Sequences whose likelihood is asked share a batch up to the training length.
-
-        Beyond it a RoPE scaling depends on the length, and the harness pads them on the right
-        without a mask.
-        """
-
-        def _batch_scheduler(self, pos: int, requests: list[tuple]) -> int:
-            _, context, continuation = requests[pos]
-            tokens = len(context) + len(continuation) - 1
-            if tokens > trained:
-                return 1
-            return max(1, BATCH_TOKENS // trained)
-
-        def _detect_batch_size(self, *arguments: Any) -> int:  # of prompts to continue
-            return max(1, BATCH_TOKENS // max_length)
-
-        def _loglikelihood_tokens(self, requests: list, *arguments: Any, **options: Any) -> list:
-            options.pop("override_bs", None)  # of whole documents: it bypasses _batch_scheduler
-            return super()._loglikelihood_tokens(requests, *arguments, **options)
-
-    return Model(
+    # Beyond the training length a RoPE scaling depends on the length, and the harness pads the
+    # shorter sequences of a batch on the right without a mask.
+    batch_size = 1 if max_length > trained else max(1, BATCH_TOKENS // trained)
+    return HFLM(
         transformers_model(run),
         "causal",
         tokenizer=transformers_tokenizer(run.config),
         add_bos_token=False,
         max_length=max_length,
-        batch_size="auto",
+        batch_size=batch_size,
         softmax_dtype="float32",
         mixed_precision_dtype=None if run.dtype == torch.float32 else run.dtype,
     )
