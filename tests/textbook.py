@@ -259,7 +259,8 @@ def relu2(z):
 
 
 def gelu(z):
-    return z * torch.special.ndtr(z)  # exact far below 0, where F.gelu is 0
+    # F.gelu and ndtr lose digits from about -5 on and are 0 below -8.5
+    return z / 2 * torch.erfc(-z / math.sqrt(2))
 
 
 def identity(z):
