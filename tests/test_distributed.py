@@ -169,17 +169,19 @@ def test_ranks_that_read_different_files_all_end_with_the_same_words(shards, tmp
     assert not list(tmp_path.glob("node*/run"))
 
 
-@pytest.mark.parametrize("own", [torch.bfloat16, torch.float16])
-def test_gpus_of_two_kinds_end_on_every_rank_with_the_same_words(monkeypatch, own):
-    """On rank 0, which would train in bfloat16, and on rank 1, which would in float16."""
+@pytest.mark.parametrize("rank, dtype", [(0, torch.bfloat16), (1, torch.float16)])
+def test_gpus_of_two_kinds_end_on_every_rank_with_the_same_words(monkeypatch, rank, dtype):
+    """Rank 0 would train in bfloat16, rank 1 in float16."""
 
     def gather(value):
         identity, settings = value
-        return [(identity, settings | {"dtype": dtype}) for dtype in ("bfloat16", "float16")]
+        values = [(identity, settings | {"dtype": name}) for name in ("bfloat16", "float16")]
+        values[rank] = value
+        return values
 
     monkeypatch.setattr("train.all_gather", gather)
     with pytest.raises(UserError, match="dtype = 'auto' is bfloat16 or float16 on these GPUs"):
-        check_agreement(Config(), {}, own)
+        check_agreement(Config(), {}, dtype)
 
 
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
