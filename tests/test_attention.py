@@ -794,7 +794,7 @@ def test_settings_compose(case, positions, sink, softcap, window, kv_heads, seed
         "--n_head=2",
     ]
     q, k, v = draw(5, 8, seed)
-    generator = torch.Generator()
+    generator = torch.Generator().manual_seed(seed)
     log_forget = -torch.rand(2, 2, 8, dtype=torch.float64, generator=generator)
     inputs = leaves(q, k[:, :kv_heads], v[:, :kv_heads], log_forget)
     q, k, v, log_forget = inputs
