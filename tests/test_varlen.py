@@ -22,6 +22,7 @@ from layers.documents import positions_in_documents
 from layers.selfcheck import MANY_KEYS, check_kernels, why_not_faster
 from tests.helpers import small_config
 from tests.test_attention import (
+    DOCUMENT_POSITIONS,
     SDPA_CASES,
     assert_near,
     build,
@@ -29,7 +30,6 @@ from tests.test_attention import (
     leaves,
     with_gradients,
 )
-from tests.test_documents import END, packed_tokens
 from train import check_room
 
 BFLOAT16 = torch.bfloat16
@@ -81,7 +81,7 @@ def test_the_call_computes_the_reference(case, kv_heads, window, documents, monk
     inputs = leaves(q, k[:, :kv_heads], v[:, :kv_heads])
     context = NO_CONTEXT
     if documents:
-        context = Context(document_positions=positions_in_documents(packed_tokens() == END))
+        context = Context(document_positions=DOCUMENT_POSITIONS)
     expected = with_gradients(attn, attn, inputs, context)
     call = functools.partial(varlen.varlen, attn)
     assert_near(with_gradients(call, attn, inputs, context), expected)
