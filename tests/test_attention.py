@@ -585,9 +585,6 @@ GRADIENTS_AT_MASKED_KEYS = {
         reweight=lambda A, rows: A.sqrt(),
     ),
     "in place": Variant(Phi(lambda z: z.exp_())),
-    "uniform": Variant(
-        attention.EXP, row_weights=lambda z, rows: torch.where(z.isfinite(), 1 / rows.n, 0.0)
-    ),
     "no query or key counts": Variant(
         attention.EXP,
         row_weights=lambda z, rows: torch.softmax(
@@ -668,10 +665,6 @@ REFUSED = [
         r"own: its formulas use a parameter of the shape \[1\], which no optimizer trains",
     ),
     (
-        Variant(attention.EXP, scale=lambda rows: None),
-        "own: its scale fails: ",
-    ),
-    (
         Variant(attention.EXP, scale=0.5),
         "own: its scale is a float, but must be a function",
     ),
@@ -692,10 +685,6 @@ REFUSED = [
         "own: .* its weights.* are NoneType, not",
     ),
     (
-        Variant(attention.EXP, row_weights=lambda z, rows: z.topk(4).values.softmax(-1)),
-        r"own: .* its weights.* are \[1, 2, 6, 4\], not",
-    ),
-    (
         Variant(attention.EXP, bias=lambda rows: rows.kv_idx - rows.q_idx),
         "own: its bias differs between keys, so it needs bias_per_key=True",
     ),
@@ -711,15 +700,6 @@ REFUSED = [
             learnable=("s",),
         ),
         r"own: the gradient of its weights by s is not finite.*rows\.distance\(\)",
-    ),
-    (
-        Variant(
-            attention.SIGMOID,
-            bias=lambda rows: rows.u * (rows.q_idx - rows.kv_idx).log1p(),
-            bias_per_key=True,
-            from_input=("u",),
-        ),
-        "own: the gradient of its weights by u is not finite",
     ),
     (
         Variant(attention.EXP, scale=lambda rows: 1 / rows.n.log()),
@@ -746,17 +726,9 @@ REFUSED = [
         ),
         r"own: in a call of 2 heads, 6 rows and 6 keys its scale has the shape \[2\]",
     ),
-    (
-        Variant(attention.EXP, bias=lambda rows: rows.n.new_ones(8), bias_per_key=True),
-        r"own: .* its bias has the shape \[8\]",
-    ),
     (attention.EXP, "own is a Phi, but must be a Variant"),
     (Variant(torch.exp), "own: its phi is a builtin_function_or_method, but must be a Phi"),
     (Variant(attention.EXP, from_input=("x",)), "own: from_input = 'x'; .*u, w"),
-    (
-        Variant(attention.EXP, learnable=("s",)),
-        "own: no formula uses s, which `learnable` names",
-    ),
 ]
 
 
