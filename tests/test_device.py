@@ -219,23 +219,21 @@ def git(folder, *command):
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A git repository of one file, instead of this one."""
+    """A git repository of one file, instead of this one, where a user has configured diffs."""
     root = tmp_path / "repository"
     root.mkdir()
     (root / "model.py").write_text("one\ntwo\n")
     author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     git(root, "init")
+    for setting in ("diff.external=/bin/echo", "color.ui=always", "diff.noprefix=true"):
+        git(root, "config", *setting.split("="))
     git(root, "add", "model.py")
     git(root, *author, "commit", "-m", "first")
     monkeypatch.setattr(device, "ROOT", root)
     return root
 
 
-@pytest.mark.parametrize(
-    "setting", ["diff.external=/bin/echo", "color.ui=always", "diff.noprefix=true"]
-)
-def test_a_patch_does_not_depend_on_the_users_configuration_of_git(repository, tmp_path, setting):
-    git(repository, "config", *setting.split("="))
+def test_a_patch_does_not_depend_on_the_users_configuration_of_git(repository, tmp_path):
     (repository / "model.py").write_text("changed\n")
     (repository / "mine.py").write_text("mine\n")
     patch = tmp_path / "patch"
