@@ -73,7 +73,7 @@ def test_a_worker_takes_one_piece_at_once(monkeypatch):
     assert [len(tokens) for _, tokens in pieces] == [7, 13, 12, 10, 6, 2]
     assert [state for state, _ in pieces] == [(0, 0), None, (0, 2), None, None, None]
     tokens = np.concatenate([tokens for _, tokens in pieces])
-    documents = ["".join(document) for batch in batches for document in batch]
+    documents = [document for batch in batches for document in batch]
     assert np.array_equal(tokens, expected_tokens(documents, "bytes"))
     assert list(build.tokenise([], options, 0, None)) == []
 

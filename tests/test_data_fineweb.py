@@ -67,7 +67,7 @@ def test_fineweb_refusals(corpus, tmp_path, call, refused):
     lists = write_parquet(tmp_path / "mixed/b.parquet", [["a", "list"]])
     says(f"{lists}: cannot be read: ", tmp_path / "mixed")
     numbers = write_parquet(tmp_path / "numbers.parquet", [17])
-    says('numbers.parquet, row 0: "text" must be a string, not int', numbers)
+    says('numbers.parquet: "text" must be a string, not int', numbers)
     (tmp_path / "foreign").mkdir()
     shards.write_shard(tmp_path / "foreign/fineweb_train_000007.bin", np.zeros(1, np.uint16))
     says("foreign: holds .bin files that this", folder, out="foreign")
