@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from attention_paths.varlen import documents_at_most
-from data.loader import Documents, Loader
+from data.loader import Loader
 from data.shards import Identity, data_difference
 from data.tasks import TASKS, identity_of, open_loader
 from evaluation import mean_loss
@@ -160,8 +160,9 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
 
     # after the weights are final: DDP copies rank 0's to all ranks
     loss_fn = compile_and_distribute(model, config, kernel_facts["attention_path"])
-    if loader is not None and loader.documents and "varlen" in kernel_facts["attention_path"]:
-        check_room(config, loader.documents)
+    documents = loader.documents_per_sequence if loader is not None else None
+    if documents is not None and "varlen" in kernel_facts["attention_path"]:
+        check_room(config, documents)
     if rank() == 0:
         say(describe(config, training, loader, world_size()))
         if loader is not None and not config.dry_run:
@@ -275,10 +276,10 @@ def check_data(
     loader.validation_batches(config.val_tokens, config.batch_size)  # raises if it is too small
 
 
-def check_room(config: Config, documents: Documents) -> None:
+def check_room(config: Config, documents_per_sequence: float) -> None:
     """Raise UserError if micro-batches have more documents, on average, than varlen_attn takes."""
     room = documents_at_most(config.batch_size, config.block_size)
-    mean = documents.per_sequence * config.batch_size
+    mean = documents_per_sequence * config.batch_size
     if mean > room:
         raise UserError(
             f"document_mask: a micro-batch has {mean:.0f} documents on average, and varlen_attn "

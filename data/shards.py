@@ -126,11 +126,6 @@ def read_shard(path: str | Path, count: int = -1) -> Tokens:
     return np.fromfile(path, TOKEN, count, offset=HEADER_BYTES)
 
 
-def has_token(path: Path, token: int) -> bool:
-    """Tell whether a shard has a token; a common one is near its start."""
-    return token in read_shard(path, START_BYTES) or token in read_shard(path)
-
-
 def read_spans(paths: Sequence[Path], spans: NDArray[np.int64], vocab_size: int) -> Tokens:
     """Read spans [n, 3], one after another: the index of a shard, of a token in it, and a length.
 

@@ -15,7 +15,6 @@ from attention_paths import varlen
 from attention_paths.module import Attention
 from attention_paths.reference import NO_CONTEXT, Context
 from config import Config
-from data.loader import Documents
 from errors import UserError
 from layers.build import build_model
 from layers.documents import positions_in_documents
@@ -239,7 +238,6 @@ def test_grouped_queries_where_torch_has_no_enable_gqa(monkeypatch):
 
 def test_too_many_documents_end_a_run_at_its_start():
     config = Config(batch_size=64)
-    check_room(config, Documents(per_sequence=31.0, n_quartiles=[], shards_without=[]))
-    many = Documents(per_sequence=33.0, n_quartiles=[], shards_without=[])
+    check_room(config, documents_per_sequence=31.0)
     with pytest.raises(UserError, match="2112 documents on average, and varlen_attn has room for"):
-        check_room(config, many)
+        check_room(config, documents_per_sequence=33.0)
