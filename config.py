@@ -301,6 +301,11 @@ class Config:
         """The tasks that batches alternate between: language and recall for "language+recall"."""
         return self.task.split("+")
 
+    @property
+    def varied_lengths(self) -> bool:
+        """Whether batches are shorter than block_size in some steps."""
+        return "recall" in self.tasks
+
     @cached_property
     def tokenizer_id(self) -> str:
         """What a checkpoint records of the tokenizer: its name, or its file's sha256."""

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from attention_paths.varlen import documents_at_most
 from data.loader import Loader
 from data.shards import Identity, data_difference
-from data.tasks import TASKS, identity_of, open_loader
+from data.tasks import identity_of, open_loader
 from evaluation import mean_loss
 from layers.build import build_model
 from layers.heads import check_attention
@@ -289,11 +289,10 @@ def check_room(config: Config, documents_per_sequence: float) -> None:
 
 def compile_and_distribute(model: GPT, config: Config, attention_path: str) -> LossFn:
     """Return the model as a loss function: compiled if the settings ask, in DDP under torchrun."""
-    varied_lengths = TASKS[config.task].varied_lengths
     # on the blocked path each length would compile another graph
-    many_graphs = varied_lengths and "blocked" in attention_path
+    many_graphs = config.varied_lengths and "blocked" in attention_path
     if pick_compile(config.compile, next(model.parameters()).device, many_graphs):
-        compile_model(model, varied_lengths)
+        compile_model(model, config.varied_lengths)
     if not dist.is_initialized():
         return model
     ddp = DDP(model, gradient_as_bucket_view=True)

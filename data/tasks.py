@@ -1,11 +1,10 @@
-"""What a run trains on: each task's batches, and what they ask of the model.
+"""What a run trains on: each task's batches, and what identifies its data.
 
-A new task is a loader and an identity in a file of its own, an entry of TASKS, and a value of the
-setting `task`.
+A new task is a loader and an identity in a file of its own, a branch in `open_loader` and in
+`identity_of`, and a value of the setting `task`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,26 +20,15 @@ from data.vocabulary import count_ids
 from errors import UserError
 
 
-@dataclass(frozen=True)
-class Task:
-    """How the batches of a task are opened, and their form."""
-
-    open: Callable[[Config, Batching], Loader]
-    identity: Callable[[Config], Identity]  # what identifies the data, wherever they lie
-    reads_shards: bool = False  # from data_dir; otherwise sequences are made as they are needed
-    varied_lengths: bool = False  # batches are shorter than block_size in some steps
-
-
 def open_loader(config: Config, rank: int, world_size: int, device: torch.device) -> Loader | None:
     """Open the batches of one rank; returns None in a dry run before the shards are made.
 
     Raises UserError if the data do not fit the settings.
     """
-    task = TASKS[config.task]
-    if task.reads_shards:
+    if "language" in config.tasks:
         check_vocabulary(config)
-    if config.dry_run and task.reads_shards and not Path(config.data_dir).exists():
-        return None
+        if config.dry_run and not Path(config.data_dir).exists():
+            return None
     batching = Batching(
         block_size=config.block_size,
         sequences_per_step=config.total_batch_size // config.block_size,
@@ -49,7 +37,14 @@ def open_loader(config: Config, rank: int, world_size: int, device: torch.device
         world_size=world_size,
         device=device,
     )
-    return task.open(config, batching)
+    if config.task == "orbits":
+        return OrbitLoader(config.systems, config.planets, config.bins, batching)
+    if config.task == "language":
+        return open_text(config, batching)
+    recall_loader = RecallLoader(config.recall, batching, first_id=config.text_ids)
+    if config.task == "recall":
+        return recall_loader
+    return AlternatingLoader(open_text(config, batching), recall_loader)
 
 
 def identity_of(config: Config) -> Identity:
@@ -57,7 +52,14 @@ def identity_of(config: Config) -> Identity:
 
     Raises UserError if it has no shards, and needs them.
     """
-    return TASKS[config.task].identity(config)
+    if config.task == "orbits":
+        return orbits.identity_of(config.systems, config.planets, config.bins)
+    identity: Identity = {}
+    if "language" in config.tasks:
+        identity |= shards.identity_of(config.data_dir)
+    if "recall" in config.tasks:
+        identity |= recall.identity_of(config.recall, first_id=config.text_ids)
+    return identity
 
 
 def check_vocabulary(config: Config) -> None:
@@ -83,34 +85,6 @@ def open_text(config: Config, batching: Batching) -> TokenLoader:
     return loader
 
 
-def identity_of_text(config: Config) -> Identity:
-    return shards.identity_of(config.data_dir)
-
-
-def open_orbits(config: Config, batching: Batching) -> OrbitLoader:
-    return OrbitLoader(config.systems, config.planets, config.bins, batching)
-
-
-def identity_of_orbits(config: Config) -> Identity:
-    return orbits.identity_of(config.systems, config.planets, config.bins)
-
-
-def open_recall(config: Config, batching: Batching) -> RecallLoader:
-    return RecallLoader(config.recall, batching, first_id=config.text_ids)
-
-
-def identity_of_recall(config: Config) -> Identity:
-    return recall.identity_of(config.recall, first_id=config.text_ids)
-
-
-def open_text_and_recall(config: Config, batching: Batching) -> "AlternatingLoader":
-    return AlternatingLoader(open_text(config, batching), open_recall(config, batching))
-
-
-def identity_of_text_and_recall(config: Config) -> Identity:
-    return identity_of_text(config) | identity_of_recall(config)
-
-
 class AlternatingLoader(Loader):
     """Text in even steps, recall in odd steps; validation is on text alone.
 
@@ -134,17 +108,3 @@ class AlternatingLoader(Loader):
     def read(self, step: int) -> Batch:
         loader = self.recall if step % 2 else self.text
         return loader.read(step // 2)
-
-
-# One entry for each value of the setting `task`.
-TASKS = {
-    "language": Task(open_text, identity_of_text, reads_shards=True),
-    "orbits": Task(open_orbits, identity_of_orbits),
-    "recall": Task(open_recall, identity_of_recall, varied_lengths=True),
-    "language+recall": Task(
-        open_text_and_recall,
-        identity_of_text_and_recall,
-        reads_shards=True,
-        varied_lengths=True,
-    ),
-}

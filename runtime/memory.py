@@ -6,7 +6,6 @@ import torch
 import torch.nn as nn
 
 from config import LARGEST_BATCH, Config, micro_batch_size
-from data.tasks import TASKS
 from layers.build import build_model
 from layers.losses import CHUNK_GPU
 from model import GPT
@@ -34,8 +33,7 @@ def fitting_batch_size(config: Config, world_size: int, device: torch.device) ->
     with torch.device("meta"):
         model = build_model(config)
     scale = pick_dtype(config.dtype, device).itemsize / 2
-    varied_lengths = TASKS[config.task].varied_lengths
-    if not pick_compile(config.compile, device, slow=varied_lengths):
+    if not pick_compile(config.compile, device, slow=config.varied_lengths):
         scale *= EAGER
     usable = USABLE * memory_of(device, world_size)
     weight_bytes, loss_bytes, token_bytes = estimate(model)

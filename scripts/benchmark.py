@@ -41,7 +41,6 @@ from tqdm import tqdm
 
 from attention_paths.reference import NO_CONTEXT, Context
 from config import Config
-from data.tasks import TASKS
 from errors import UserError, check_choice, command
 from generation import next_logits
 from layers.build import build_model
@@ -314,7 +313,7 @@ def build_step(config: Config, phase: str, device: torch.device, plain: bool, sa
         if plain:
             model.compile()
         else:
-            compile_model(model, TASKS[config.task].varied_lengths)
+            compile_model(model, config.varied_lengths)
     loss_fn: Callable = model  # of inputs and targets
     if phase == "eval":
         loss_fn = model.eval().token_losses

@@ -18,7 +18,6 @@ import attention_paths.fused
 from attention import VARIANTS, Phi, Variant
 from attention_paths.fused import unsupported_reason, variant_unsupported_reason
 from attention_paths.reference import Context
-from data.tasks import TASKS
 from errors import UserError
 from generation import generate
 from layers.build import build_model
@@ -523,7 +522,7 @@ def test_all_layers_share_a_graph_of_each_length_or_of_any(case, task, graphs, m
     compiled = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiled))
     model = small_model(case, "--n_layer=3", f"--task={task}").float().to(DEVICE)
-    compile_model(model, TASKS[task].varied_lengths)
+    compile_model(model, model.config.varied_lengths)
     for length in (16, 12, 9):
         idx = torch.arange(2 * length, device=DEVICE).view(2, length)
         model(idx, idx)

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from config import Config
-from data.tasks import TASKS
 from layers.build import build_model
 from runtime.describe import describe_warm_up
 from runtime.device import PEAK_FLOPS, open_device
@@ -39,7 +38,7 @@ def print_entries(names: Sequence[str], columns: Sequence[str], paper: dict[str,
 def print_cost(runs: Sequence[PlannedRun], out: Path) -> None:
     """Print which data are missing, and the disk and the hours of the runs that are left."""
     left = [run for run in runs if not run.finished]
-    folders = [run.config.data_dir for run in left if TASKS[run.config.task].reads_shards]
+    folders = [run.config.data_dir for run in left if "language" in run.config.tasks]
     for folder in dict.fromkeys(folders):
         if not Path(folder).exists():
             print(f"data missing: {folder}; data.fineweb or data.text makes such a folder")
