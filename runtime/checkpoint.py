@@ -202,6 +202,7 @@ class Checkpoint:
 
     path: Path
     modified_ns: int
+    run: Path  # its folder or, if that was asked for, this file
 
     @functools.cached_property  # it reads the whole file
     def id(self) -> dict[str, Any]:
@@ -223,7 +224,7 @@ def find(run: str | Path, quiet: bool = False) -> Checkpoint:
     files = [path for path in files if path.is_file()]
     for path in files:
         try:
-            return open_intact(path, path.stat().st_mtime_ns)
+            return open_intact(path, path.stat().st_mtime_ns, Path(run))
         except Exception as error:  # zipfile raises many types for damaged files
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             passing = isinstance(cause, OSError | MemoryError) or "unable to mmap" in str(cause)
@@ -237,14 +238,14 @@ def find(run: str | Path, quiet: bool = False) -> Checkpoint:
 
 
 @functools.cache  # it reads the whole file, and a table looks up each run several times
-def open_intact(path: Path, modified_ns: int) -> Checkpoint:
+def open_intact(path: Path, modified_ns: int, run: Path) -> Checkpoint:
     """The checkpoint in a file. Raises an exception of many types if the file is damaged."""
     with zipfile.ZipFile(path) as archive:
         damaged_entry = archive.testzip()
     if damaged_entry is not None:
         raise UserError(f"the checksum of {damaged_entry} in it is wrong")
     load(path)  # raises if it is no checkpoint
-    return Checkpoint(path, modified_ns)
+    return Checkpoint(path, modified_ns, run)
 
 
 def load(path: Path) -> State:

@@ -200,14 +200,14 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
             print_table(table)
         return {}
 
-    def draw_run(self, path: AnyRun, result: dict) -> Figure | None:
+    def draw_run(self, run: AnyRun, result: dict) -> Figure | None:
         if not self.text:
             return None
-        run = load_run(path, self)
+        opened = load_run(run, self)
         layer = result["layer"]
-        ids = self.ids(run.config)
-        A, keys = weights(run, layer, torch.tensor([ids]))
-        return plot_maps(run, layer, ids, A, keys)
+        ids = self.ids(opened.config)
+        A, keys = weights(opened, layer, torch.tensor([ids]))
+        return plot_maps(opened, layer, ids, A, keys)
 
 
 # ---- rows, by the number of keys ----

@@ -217,7 +217,7 @@ class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
         trials = draw_curves({many: trial_curves}, "trial, by top score", "top needle score")
         return {"needle_heads": heads, "needle_scores": trials}
 
-    def draw_run(self, path: AnyRun, result: dict) -> Figure:
+    def draw_run(self, run: AnyRun, result: dict) -> Figure:
         """Fig. 6: the share of needles found at each length and depth."""
         lengths = [*accuracies(result)]
         parts = [result["parts"][str(length)] for length in lengths]

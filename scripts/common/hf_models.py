@@ -23,7 +23,8 @@ from data.shards import check_ids, hash_hashes, hash_shards, read_meta
 from data.tokenizer import Tokenizer, get_tokenizer
 from data.vocabulary import BUILT_IN, TOKENIZER
 from errors import UserError, first_line
-from runtime import run_folder
+from runtime import checkpoint, run_folder
+from runtime.checkpoint import Checkpoint
 from runtime.config_files import find_data
 from runtime.files import sha256_of
 from runtime.hf_config import LOADING_ERRORS, PRETRAINED, load_hf_config
@@ -68,18 +69,33 @@ class ModelConfig(Config):
         return self.replace(text=tuple(files), data_dir=data_dir)  # type: ignore[return-value]
 
 
-# A run's folder, the file of a checkpoint, or a model of transformers.
-AnyRun = str | Path | ModelConfig
+# A run's folder, the file of a checkpoint, the checkpoint itself, or a model of transformers.
+AnyRun = str | Path | Checkpoint | ModelConfig
+
+
+def find_weights(run: AnyRun) -> Checkpoint | ModelConfig:
+    """The checkpoint of a run, in whose place it stays when the run saves newer ones.
+
+    Raises UserError if there is none.
+    """
+    return run if isinstance(run, Checkpoint | ModelConfig) else checkpoint.find(run)
 
 
 def read_config(run: AnyRun) -> Config:
     """The Config that a run was trained with, or a model of transformers itself."""
-    return run if isinstance(run, ModelConfig) else run_folder.read_config(run)
+    return run if isinstance(run, ModelConfig) else run_folder.read_config(path_of(run))
 
 
 def folder_of(run: AnyRun) -> Path:
     """The folder of a run or of the results of a model of transformers."""
-    return Path(run.out_dir) if isinstance(run, ModelConfig) else run_folder.folder_of(run)
+    return run_folder.folder_of(path_of(run))
+
+
+def path_of(run: AnyRun) -> str | Path:
+    """The path of a run as it was given, or the folder of a model of transformers."""
+    if isinstance(run, ModelConfig):
+        return run.out_dir
+    return run.run if isinstance(run, Checkpoint) else run
 
 
 # ---- what there is to know without the weights ----

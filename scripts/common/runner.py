@@ -71,8 +71,6 @@ from tqdm import tqdm
 from config import Config
 from errors import UserError, command
 from layers.heads import check_attention
-from runtime import checkpoint
-from runtime.checkpoint import Checkpoint
 from runtime.device import environment, pick_device
 from runtime.files import check_writable, is_writable, locked, read_json, write_json
 from runtime.hf_config import PRETRAINED
@@ -81,15 +79,17 @@ from scripts.common.hf_loading import scaled_config
 from scripts.common.hf_models import (
     AnyRun,
     ModelConfig,
+    find_weights,
     folder_of,
     hash_text,
+    path_of,
     read_config,
     read_model,
 )
 from scripts.common.labels import common_folder, picture_path, run_names
 from scripts.common.options import Options
 from scripts.common.plots import save_picture
-from scripts.common.runs import Run, find_weights, load_run, model_facts, model_on_meta, run_facts
+from scripts.common.runs import Run, load_run, model_facts, model_on_meta, run_facts
 
 # What identifies the measurement of an evaluation that reads no validation text.
 NO_TEXT = {"data_dir": None, "val_sha256": None}
@@ -150,7 +150,7 @@ class Evaluation(Options, ABC):
         """Values that a measurement has besides its parts, computed from them."""
         return {}
 
-    def draw_run(self, path: AnyRun, result: dict) -> Figure | None:
+    def draw_run(self, run: AnyRun, result: dict) -> Figure | None:
         """A picture of one run's measurement, for RUN/NAME.png."""
         return None
 
@@ -207,31 +207,25 @@ def environment_at_start(device: str) -> dict[str, Any]:
 # ---- measuring a run once ----
 
 
-def measure_or_load(
-    evaluation: Evaluation,
-    path: AnyRun,
-    file: Path | None = None,
-    weights: Checkpoint | None = None,
-) -> dict:
+def measure_or_load(evaluation: Evaluation, run: AnyRun, file: Path | None = None) -> dict:
     """Return a run's measurement; measure what is missing first.
 
-    `file` is the results file, by default in the run's folder, and `weights` the result of
-    `find_weights`, if known.
+    `file` is the results file, by default in the run's folder.
     """
-    file = file or results_file(evaluation, path)
+    file = file or results_file(evaluation, run)
     # a run in training saves newer checkpoints: its control is measured with the same one
-    weights = weights or find_weights(path)
-    result = None if evaluation.again else load_stored(evaluation, path, file, weights)
+    run = find_weights(run)
+    result = None if evaluation.again else load_stored(evaluation, run, file)
     if result is None:
-        measure_missing(evaluation, load_run(path, evaluation, weights), file)
-        control = evaluation.control(read_config(path))
+        measure_missing(evaluation, load_run(run, evaluation), file)
+        control = evaluation.control(read_config(run))
         if control is not None:
-            measure_or_load(control, path, file, weights)
-        result = load_stored(evaluation, path, file, weights)
+            measure_or_load(control, run, file)
+        result = load_stored(evaluation, run, file)
         assert result is not None  # all of it has been measured
     control_result = result.get("control")
     if has_outdated_code(evaluation, result) or has_outdated_code(evaluation, control_result):
-        print(f"{folder_of(path)}: measured with other code; --again repeats it")
+        print(f"{folder_of(run)}: measured with other code; --again repeats it")
     return result
 
 
@@ -263,25 +257,20 @@ def measure_missing(
         store(file, facts, name, values, code, made)
 
 
-def load_stored(
-    evaluation: Evaluation,
-    path: AnyRun,
-    file: Path | None = None,
-    weights: Checkpoint | None = None,
-) -> dict | None:
+def load_stored(evaluation: Evaluation, run: AnyRun, file: Path | None = None) -> dict | None:
     """A run's stored measurement, reduced to the requested chunks; None if it is incomplete.
 
     The measurement of its control, if there is one, is the entry `control`.
     """
-    trained = read_config(path)
+    trained = read_config(run)
     config = evaluation.apply_to(trained)
-    if isinstance(path, ModelConfig):
-        facts = model_facts(path, evaluation)
+    weights = find_weights(run)
+    if isinstance(weights, ModelConfig):
+        facts = model_facts(weights, evaluation)
     else:
-        weights = weights or checkpoint.find(path)
         facts = run_facts(trained, weights, evaluation, model_on_meta(config, evaluation.window))
     facts |= identity(evaluation, config)
-    file = file or results_file(evaluation, path)
+    file = file or results_file(evaluation, run)
     result = find_measurement(read_measurements(file), facts)
     known = result.get("parts", {})
     parts = {}
@@ -293,16 +282,16 @@ def load_stored(
     control = evaluation.control(trained)
     if control is None:
         return result
-    control_result = load_stored(control, path, file, weights)
+    control_result = load_stored(control, weights, file)
     return None if control_result is None else result | {"control": control_result}
 
 
 # ---- results files: RUN/NAME.json, a list of measurements ----
 
 
-def results_file(evaluation: Evaluation, path: AnyRun, out: Path | None = None) -> Path:
+def results_file(evaluation: Evaluation, run: AnyRun, out: Path | None = None) -> Path:
     """The results file of a run: in its folder or, if that is read-only, beside the picture."""
-    folder = folder_of(path)
+    folder = folder_of(run)
     if out is None or is_writable(folder):
         return folder / f"{evaluation.name}.json"
     return out.with_suffix(f".{evaluation.name}.json")
@@ -379,18 +368,16 @@ def as_command(kind: type[Evaluation]) -> Callable[[], None]:
             paths = list(dict.fromkeys(arguments.runs))  # a run that is given twice counts once
             runs = dict(zip(run_names(paths), paths, strict=True))
         evaluation = evaluation.align([read_config(run) for run in runs.values()])
-        weights = check_runs(evaluation, runs, out)
+        runs = check_runs(evaluation, runs, out)
         results = {}
         for name, run in runs.items():
             file = results_file(evaluation, run, out)
             file.parent.mkdir(parents=True, exist_ok=True)
-            results[name] = measure_or_load(evaluation, run, file, weights[name])
+            results[name] = measure_or_load(evaluation, run, file)
         pictures = evaluation.show(results)
         drawn = False
         for name, run in runs.items():
-            checkpoint_of_run = weights[name]
-            path = run if checkpoint_of_run is None else checkpoint_of_run.path
-            figure = evaluation.draw_run(path, results[name])
+            figure = evaluation.draw_run(run, results[name])
             if figure is not None and len(runs) == 1:
                 pictures[evaluation.name] = figure
             elif figure is not None:
@@ -465,16 +452,16 @@ def check_runs(
     evaluation: Evaluation,
     runs: dict[str, AnyRun],
     out: Path | None,
-) -> dict[str, Checkpoint | None]:
-    """The weights of each run, from `find_weights`.
+) -> dict[str, AnyRun]:
+    """The runs with the weights that they have now, from `find_weights`.
 
     Raises UserError, before any work, where a run cannot be measured or its results saved.
     """
     pick_device(evaluation.device)
     hint = "; --out FILE.png puts the picture and the measurements elsewhere"
-    weights = {}
+    runs_with_weights: dict[str, AnyRun] = {}
     for name, run in runs.items():
-        weights[name] = find_weights(run)
+        runs_with_weights[name] = find_weights(run)
         file = results_file(evaluation, run, out)
         read_measurements(file)
         check_writable(file.parent, hint)
@@ -482,9 +469,4 @@ def check_runs(
         check_writable(common_folder([path_of(run) for run in runs.values()]), hint)
     for run in runs.values():
         check_evaluation(evaluation, read_config(run))
-    return weights
-
-
-def path_of(run: AnyRun) -> str | Path:
-    """The path of a run as it was given, or the folder of a model of transformers."""
-    return folder_of(run) if isinstance(run, ModelConfig) else run
+    return runs_with_weights

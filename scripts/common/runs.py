@@ -22,11 +22,11 @@ from layers.formulas import formulas_hash
 from layers.selfcheck import check_kernels
 from layers.windows import largest_window, limit_windows
 from model import GPT
-from runtime import checkpoint, metadata, run_folder
+from runtime import checkpoint, metadata
 from runtime.checkpoint import Checkpoint
 from runtime.device import autocast, pick_device
 from scripts.common.hf_loading import load_model
-from scripts.common.hf_models import AnyRun, ModelConfig, folder_of, read_config
+from scripts.common.hf_models import AnyRun, ModelConfig, find_weights, folder_of, read_config
 from scripts.common.options import Options
 
 # Tokens of an evaluation batch, unless one sequence is longer.
@@ -50,47 +50,30 @@ class Run:
         return autocast(self.device, self.dtype)
 
 
-def load_run(
-    path: AnyRun, options: Options | None = None, weights: Checkpoint | None = None
-) -> Run:
+def load_run(run: AnyRun, options: Options | None = None) -> Run:
     """Load a run, or the .pt file of a checkpoint, or a model of transformers, for evaluation.
 
-    `weights` are the result of `find_weights`, if known. Raises UserError if the run or the
-    device is missing.
+    Raises UserError if the run or the device is missing.
     """
     options = options or Options()
     device = pick_device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    trained = read_config(path)
-    if isinstance(path, ModelConfig):
+    config = options.apply_to(read_config(run))
+    weights = find_weights(run)
+    if isinstance(weights, ModelConfig):
         with autocast(device, options.torch_dtype):
             # evaluations of text call nothing else of a GPT
-            model = cast(GPT, load_model(path, options, device))
-        facts = model_facts(path, options)
+            model = cast(GPT, load_model(weights, options, device))
+        facts = model_facts(weights, options)
     else:
-        weights = weights or checkpoint.find(path)
-        model, facts = load_trained(path, trained, options, device, weights)
-    config = options.apply_to(trained)
-    return Run(folder_of(path), config, model, device, options.torch_dtype, facts)
+        model, facts = load_trained(weights, options, device)
+    return Run(folder_of(weights), config, model, device, options.torch_dtype, facts)
 
 
-def find_weights(path: AnyRun) -> Checkpoint | None:
-    """The checkpoint of a run, whose file is read as a whole; None for a model of transformers.
-
-    Raises UserError if there is none.
-    """
-    return None if isinstance(path, ModelConfig) else checkpoint.find(path)
-
-
-def load_trained(
-    path: str | Path,
-    trained: Config,
-    options: Options,
-    device: torch.device,
-    weights: Checkpoint,
-) -> tuple[GPT, dict]:
-    """Load a run that was trained with this config: its model, and `run_facts`."""
+def load_trained(weights: Checkpoint, options: Options, device: torch.device) -> tuple[GPT, dict]:
+    """Load a run: its model, and `run_facts`."""
+    trained = read_config(weights)
     config = options.apply_to(trained)
     model = open_model(config, options.window).to(device).eval()
     check_kernels(model, config, options.torch_dtype)
@@ -107,13 +90,13 @@ def load_trained(
     if options.window is not None and options.window <= config.block_size:  # as of a control
         with autocast(device, options.torch_dtype):
             check_windows(model, options.window)
-    folder = run_folder.folder_of(path)
+    folder = folder_of(weights)
     edited = metadata.formulas_difference(folder, trained)
     if edited:
-        print(f"warning: {path} was trained with {edited}", file=sys.stderr)
+        print(f"warning: {weights.run} was trained with {edited}", file=sys.stderr)
     changed = metadata.data_difference_of(folder, trained)
     if changed:
-        print(f"warning: {path} was trained on {changed}", file=sys.stderr)
+        print(f"warning: {weights.run} was trained on {changed}", file=sys.stderr)
     return model, run_facts(trained, weights, options, model)
 
 
