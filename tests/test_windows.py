@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import evaluation
 import layers.build
 from errors import UserError
 from evaluation import check_windows
@@ -157,7 +158,7 @@ def test_attention_that_ignores_the_window_has_no_control(
     with_module(Everything)(monkeypatch)
     model = small_model("softmax.py", f"--data_dir={shards}", "--val_tokens=256")
     run = saved_run(tmp_path / "run", model.float())
-    says = "block 0 of this model sees more than its last 16 positions"
+    says = "the layers of this model see more than a window shows them"
     refused(call, eval_length, run, *LENGTHS, says=says)
     (before,) = measured_losses(run)
     call(eval_length, run, *LENGTHS, "--no_control")
@@ -190,12 +191,14 @@ def test_blocks_of_another_signature_have_a_control(monkeypatch, shards, call, t
 
 
 @pytest.mark.parametrize("case", [*ROWS, "t6.py"])
-def test_every_config_keeps_to_a_limit(case):
+def test_every_config_keeps_to_a_limit(case, monkeypatch):
     model = small_model(case).float()
-    # forget gates and stick-breaking prefer near keys too much for the check to see the others
-    if case not in ("fox.py", "stick_breaking.py"):
-        with pytest.raises(UserError, match="more than its last 16 positions"):
-            check_windows(model, 16)
+    cpu = torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        check_windows(model, cpu, dtype)
     limit_windows(model, 16)
     assert largest_window(model) == 16
-    check_windows(model, 16)
+    monkeypatch.setattr(evaluation, "limit_windows", lambda model, window: None)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(UserError, match="more than a window shows them"):
+            check_windows(model, cpu, dtype)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError, first_line
+from evaluation import depends_on_hidden
 from runtime.hf_config import LOADING_ERRORS, load_hf_config
 from scripts.common.hf_attention import NAME, attention_layers, use_tiles
 from scripts.common.hf_models import ModelConfig, beginning_of_text
@@ -202,8 +203,7 @@ def check_window(model: CausalLM, config: ModelConfig) -> None:
     model.tiles.window = 2
     idx = probe_ids(config, model.model.device)
     x = model.trunk(input_ids=idx, use_cache=False).last_hidden_state
-    last, hidden, visible = x[:, -1].float()
-    if not (hidden - last).norm() <= TOLERANCE * (visible - last).norm():
+    if depends_on_hidden(x[:, -1], TOLERANCE):
         raise UserError(
             f"{config.label} sees more than the keys of a window: it has layers that are no "
             "attention, or whose attention takes no mask from outside (--no_control measures it "

@@ -87,9 +87,8 @@ def load_trained(weights: Checkpoint, options: Options, device: torch.device) ->
             f"{weights.path} was replaced meanwhile, as best.pt is while a run trains: repeat the "
             "command"
         )
-    if options.window is not None and options.window <= config.block_size:  # as of a control
-        with autocast(device, options.torch_dtype):
-            check_windows(model, options.window)
+    if options.window is not None:
+        check_windows(model, device, options.torch_dtype)
     folder = folder_of(weights)
     edited = metadata.formulas_difference(folder, trained)
     if edited:
