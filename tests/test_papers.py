@@ -88,39 +88,6 @@ def test_the_scales_have_the_papers_steps():
         assert config.block_size == training["trained_length"]
 
 
-def test_the_recipe_of_ssmax():
-    """Its Tables 1 and 2, in configs/scales/ssmax_paper.py. The pops leave nothing unread."""
-    config = open_scale("ssmax_paper", "out").config
-    shape = dict(SSMAX["architecture"])
-    assert shape.pop("layers") == config.n_layer
-    assert shape.pop("heads") == config.n_head
-    assert shape.pop("hidden") == config.n_embd
-    assert shape.pop("feedforward") == config.mlp_hidden
-    assert shape.pop("vocabulary") == config.n_vocab
-    assert shape == {"parameters": "162M"}  # counted in test_model.py
-    # as in LLaMA
-    assert config.norm == "rmsnorm"
-    assert config.mlp == "swiglu"
-    assert config.bias is False
-    recipe = dict(SSMAX["pretraining"])
-    assert recipe.pop("optimizer").lower() == config.optimizer
-    assert recipe.pop("betas") == [config.beta1, config.beta2]
-    assert recipe.pop("weight_decay") == config.weight_decay
-    assert recipe.pop("grad_clip") == config.grad_clip
-    assert recipe.pop("learning_rate") == config.learning_rate
-    assert recipe.pop("schedule").lower() == config.schedule
-    assert recipe.pop("warmup_steps") == config.warmup_iters
-    assert recipe.pop("rope_theta") == config.rope_theta
-    assert recipe.pop("length") == config.block_size
-    assert recipe.pop("tokens_a_step") == config.total_batch_size
-    assert recipe.pop("steps") == config.max_iters
-    assert recipe.pop("sequences") * config.block_size == config.total_batch_size
-    tokens = config.max_iters * config.total_batch_size
-    assert recipe.pop("tokens") == f"approximately {tokens / 1e9:.0f}B"
-    # bfloat16 is a GPU's default here, there is no dropout, and the data are FineWeb
-    assert recipe == {"dropout": 0.0, "dtype": "bfloat16", "dataset": "SlimPajama"}
-
-
 def test_losses_across_documents_come_first():
     """Whichever of them the run was trained with."""
     values = EXPERIMENTS["documents"].values
