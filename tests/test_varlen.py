@@ -1,7 +1,6 @@
 """The call of torch's varlen_attn, which needs a GPU: here a function of its documented meaning."""
 
 import functools
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from config import Config
 from errors import UserError
 from layers.build import build_model
 from layers.documents import positions_in_documents
-from layers.selfcheck import MANY_KEYS, check_kernels, why_not_faster
+from layers.selfcheck import MANY_KEYS, attentions_by_path, check_kernels, why_not_faster
 from tests.helpers import small_config
 from tests.test_attention import (
     DOCUMENT_POSITIONS,
@@ -174,16 +173,13 @@ def test_the_path_is_reported_with_why_it_is_not_varlen(settings, capability, re
     monkeypatch.setattr("attention_paths.module.unsupported_reason", lambda *_: "not asked for")
     config = small_config("softmax.py", "--window=8", *settings)
     model = build_model(config)
-    by_path = defaultdict(list)
     context = NO_CONTEXT
     if config.document_mask:
         context = Context(document_positions=torch.zeros(1, 300, dtype=torch.int32))
     with FakeTensorMode():
         queries = torch.empty(1, 1, 1, 1, device="cuda", dtype=BFLOAT16)
         queries = queries.expand(1, 1, MANY_KEYS, 1)
-        for layer in model.attention_layers():
-            for attn in layer.attentions():
-                by_path[attn.path(queries, MANY_KEYS, context)].append(attn)
+        by_path = attentions_by_path(model, queries, context)
         text = why_not_faster(by_path, queries, context)
     assert text == "" or text.count(" (not varlen: ") == 1
     assert reason in text
