@@ -97,14 +97,13 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def joining_kernels(monkeypatch):
-    """Kernels that attend across documents."""
+    """Kernels that attend across documents, and to padding."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from attention_paths import module
-
-    fused = module.fused
+    from attention_paths.reference import ReferenceAttention
 
     def joining(layer, q, k, v, context):
-        return fused(layer, q, k, v, replace(context, document_positions=None))
+        return ReferenceAttention.forward(layer, q, k, v, replace(context, document_positions=None))
 
     monkeypatch.setattr(module, "fused", joining)
 

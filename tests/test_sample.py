@@ -1,11 +1,7 @@
 """Text from a trained model."""
 
-from dataclasses import replace
-
 import torch
 
-from attention_paths import module
-from attention_paths.reference import ReferenceAttention
 from generation import generate
 from layers.build import build_model
 from scripts import export_hf, passkey, sample
@@ -57,15 +53,13 @@ def test_a_model_without_end_of_text_begins_with_the_prompt(call, capsys, refuse
     refused(call, passkey, run, says="has no end-of-text, with which every prompt begins")
 
 
-def test_kernels_that_attend_to_padding_are_replaced(trained, call, capsys, automatic, monkeypatch):
-    def joining(layer, q, k, v, context):
-        return ReferenceAttention.forward(layer, q, k, v, replace(context, document_positions=None))
-
+def test_kernels_that_attend_to_padding_are_replaced(
+    trained, call, capsys, automatic, joining_kernels
+):
     def printed(*prompts):
         call(sample, trained, *prompts, "--max_new_tokens=20", "--temperature=0")
         return capsys.readouterr()
 
-    monkeypatch.setattr(module, "fused", joining)
     alone = printed("--prompt=abc")
     assert alone.err == ""
     both = printed("--prompt=abc", "--prompt=the longest of them")
