@@ -3,7 +3,6 @@
 import ast
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from runtime import checkpoint
 from scripts import export_hf
 from scripts.common.options import Options
 from scripts.common.runs import load_run
-from tests.helpers import ROWS, saved_run, small_model
+from tests.helpers import saved_run, small_model
 from tests.runs import ROOT
 from tests.test_data_tokenizer import TEXTS, random_texts
 
@@ -156,15 +155,6 @@ def test_an_export_is_the_run(folder):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("case", [*ROWS, "t6.py", "hybrid.py --sink=learned"])
-@torch.no_grad()
-def test_every_config_is_loaded(case, tmp_path):
-    """transformers builds the model on the meta device, then reads the weights."""
-    run, model = load_in_transformers(tmp_path, case)
-    x = tokens(16)
-    assert_close(model(x).logits, run.model(x), rtol=0, atol=1e-6)
-
-
 @torch.no_grad()
 def test_a_call_takes_what_transformers_models_take(tmp_path):
     run, model = load_in_transformers(tmp_path, "lssar_p15.py", rope="none")
@@ -208,6 +198,7 @@ PADDED = {
     "lssar_p15.py": {},
     "hybrid_ssmax.py --local_window=4": {"rope": "yarn"},
     "fox.py": {},
+    "gated.py --qk_norm=True --sink=learned": {},
     "softmax_alibi.py": {},
     "stick_breaking.py": {},
     "asentmax.py": {},
@@ -518,29 +509,19 @@ def test_another_number_of_ids_is_refused_and_changes_nothing(tmp_path):
     assert_close(model(x).logits, run.model(x), rtol=0, atol=1e-6)
 
 
-def test_a_full_disk_is_a_sentence(tmp_path, folder, refused):
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard_limit))
-    try:
-        refused(export, folder / "run0", tmp_path / "model", says="model cannot be written: ")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard_limit))
-    assert not list(tmp_path.iterdir())
-
-
 def names_in(folder):
     return {path.name for path in folder.iterdir()}
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path, folder, monkeypatch, refused):
     def fails():
-        raise KeyError("half-way")
+        raise OSError("No space left on device")
 
     target = tmp_path / "new/model"
     with monkeypatch.context() as patch:
         patch.setattr(export_hf, "sources", fails)
-        with pytest.raises(KeyError):
-            export(folder / "run0", target)
+        says = "model cannot be written: No space left on device"
+        refused(export, folder / "run0", target, says=says)
     assert not list(target.parent.iterdir())
     target.mkdir()  # an empty one is as good as none
     export(folder / "run0", target)
