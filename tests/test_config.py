@@ -341,7 +341,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         # ranges
         ("--n_layer=0", "n_layer = 0 must be at least 1"),
         ("--learning_rate=1e300", "learning_rate = 1e+300 must be a number below 2**63"),
-        ("--seed=1e999", "seed = inf must be a number below 2**63"),
         ("--vocab_size=70000", "70000 token ids are more than the 65536 of a uint16"),
         ("--tokenizer=gtp2", "tokenizer = 'gtp2'; did you mean gpt2?"),
         (
@@ -363,7 +362,6 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--keep_every=7", "keep_every = 7 must be a multiple of checkpoint_interval = 1000"),
         ("--rope_share=0.3", "rope_share = 0.3 of the 32 pairs of a head is 9.6 pairs"),
         ("--rope_share=0", "is 0 pairs; it must be a whole number from 1 to 32"),
-        ("--rope_share=2", "is 64 pairs; it must be a whole number from 1 to 32"),
         ("--rope_share=0.5 --positions=none", "rope_share = 0.5 has an effect with positions"),
         ("--nope_share=0.3", "nope_share = 0.3 of n_head = 12 is 3.6 heads"),
         ("--nope_share=0.25 --n_kv_head=3", "it must be a multiple of n_head / n_kv_head = 4"),

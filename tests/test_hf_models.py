@@ -410,7 +410,6 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
         ([name, run, *text], f"{run} is a run"),
         ([run, *text[:2]], "is measured on shards: `python -m data.text FILES` makes them"),
         ([name, *text, "--p=2"], "--p is for runs of this repository"),
-        ([name, *text, "--log_base=2"], "--log_base is for runs of this repository"),
         ([name, *text, "--rope=ntk"], "--rope ntk: of hf:"),
         ([name, *text, "--rope=yarn"], "needs --rope_factor N"),
         ([gpt2, *text], "a length of 256 is beyond its learned positions, which end at max_"),
