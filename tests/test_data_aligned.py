@@ -189,16 +189,6 @@ def test_a_run_says_what_is_cropped_and_validates_on_the_same(train, documents, 
     assert metrics(aligned)[1] != metrics(stream)[1]
 
 
-def test_a_resumed_run_goes_on_with_the_same_batches(train, documents, refused):
-    settings = ["configs/ssmax.py", f"--data_dir={documents}", "--align_documents"]
-    straight = train("straight", *settings, "--max_iters=4")
-    train("run", *settings, "--max_iters=2")
-    resumed = train("run", *settings, "--max_iters=4", "--resume")
-    assert metrics(resumed) == metrics(straight)
-    says = "was trained with align_documents = True, so it cannot be resumed with False"
-    refused(train, "run", *settings[:2], "--max_iters=5", "--resume", says=says)
-
-
 def test_text_in_turn_with_recall_is_aligned(train, documents, capsys):
     settings = ["configs/ssmax.py", f"--data_dir={documents}", "--align_documents"]
     longer = ["--block_size=64", "--total_batch_size=512", "--max_iters=2"]
