@@ -35,7 +35,7 @@ from triton.compiler import CompiledKernel
 
 from attention_paths.fused import fused
 from attention_paths.reference import Context
-from tests.fused import FUSED, SETTINGS, build
+from tests.kernel_cases import FUSED, SETTINGS, build_layer
 
 TABLE = Path(__file__).parent.parent / "results/kernels.json"
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -115,7 +115,7 @@ def launches(
     """Each launch of a layer's forward and backward pass and of its decoding."""
     driver.device = capability
     triton.runtime.driver.set_active(driver)
-    layer = build(case, d)
+    layer = build_layer(case, d)
     q, k, v = (torch.zeros(1, 2, 256, d, dtype=dtype, requires_grad=True) for _ in "qkv")
     gates = torch.zeros(1, 2, 256, requires_grad=True) if "forget" in case else None
     positions = torch.zeros(1, 256, dtype=torch.int32) if "document_mask" in case else None

@@ -23,14 +23,14 @@ from generation import generate
 from layers.build import build_model
 from model import compile_model
 from runtime.config_files import load_config
-from tests.fused import (
+from tests.helpers import SMALL, small_config, small_model
+from tests.kernel_cases import (
     DEVICE,
     FUSED,
     REFERENCE,
     SETTINGS,
     TRITON,
-    build,
-    call,
+    build_layer,
     compare,
     decode,
     draw,
@@ -40,8 +40,8 @@ from tests.fused import (
     in_float64,
     inputs_of,
     kernels,
+    layer_output,
 )
-from tests.helpers import SMALL, small_config, small_model
 from tests.runs import ROOT
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -205,7 +205,7 @@ def test_scores_and_sinks_of_ten_thousand(case, size):
     found = evaluate(layer, (q, k, v, gradient))
     for name, value in found.items():
         assert value.isfinite().all(), name
-    out = call(exactly, q.double(), k.double(), v.double()).detach()
+    out = layer_output(exactly, q.double(), k.double(), v.double()).detach()
     torch.testing.assert_close(found["out"], out.flatten(), rtol=0, atol=2e-2)
     last = decode(layer, q, k, v).double()
     torch.testing.assert_close(last, out[:, :, -1:], rtol=0, atol=2e-2)
@@ -242,14 +242,14 @@ def test_alibi_is_exact_near_the_last_key():
     k = torch.zeros(1, 2, L, 16)
     v = torch.eye(16).repeat(L // 16, 1).expand(1, 2, -1, -1)
     visible = slice(-41, None)  # to either query
-    exact = call(
+    exact = layer_output(
         in_float64(case, 16),
         q.double(),
         k[:, :, visible].double(),
         v[:, :, visible].double(),
     )
     layer = kernels(case, 16)
-    out = call(layer, q, k, v)
+    out = layer_output(layer, q, k, v)
     assert (out - exact).abs().max() < 1e-6
     last = decode(layer, q, k, v)
     assert (last - exact[:, :, -1:]).abs().max() < 1e-6
@@ -310,7 +310,7 @@ def test_a_nan_comes_out_as_nan(case):
     for name, number in numbers.items():
         broken = [x.clone() for x in clean]
         broken[number][0, 0, at] = math.nan
-        out = call(layer, *broken).detach()
+        out = layer_output(layer, *broken).detach()
         last = decode(layer, *broken)
         end = at + 1 if name == "q" else None  # a query is in one row, a key in all later ones
         assert out[0, 0, at:end].isnan().all(), name
@@ -329,9 +329,9 @@ def test_tiles_that_no_row_sees_are_never_visited(case, atomic, edge, monkeypatc
     What is outside is NaN, which any use of it, even with weight 0, would pass on.
     """
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: not atomic)
-    layer = build(case, 16, edge, TRITON)
+    layer = build_layer(case, 16, edge, TRITON)
     q, k, v, gradient = draw(64, 64, 16, FLOAT32)
-    clean = evaluate(build(case, 16, edge, REFERENCE), (q, k, v, gradient))
+    clean = evaluate(build_layer(case, 16, edge, REFERENCE), (q, k, v, gradient))
 
     def without(x, hidden):
         x = x.clone()
@@ -550,7 +550,7 @@ def test_a_model_generates_as_with_the_reference():
 
 def test_what_the_kernels_cannot_compute_is_refused(monkeypatch):
     q = torch.zeros(1, 2, 4, 8)
-    layer = build("lssa.py", 8, TRITON)
+    layer = build_layer("lssa.py", 8, TRITON)
     for dtype in (torch.float16, torch.float64):
         x = q.to(DEVICE, dtype)
         with pytest.raises(UserError, match=f"bfloat16 and float32, not in {dtype}"):
@@ -588,10 +588,10 @@ def test_what_the_kernels_cannot_compute_is_refused(monkeypatch):
 def test_gpus_that_cannot_run_the_kernels(monkeypatch):
     gpu = SimpleNamespace(major=8, minor=0)
     q = SimpleNamespace(is_cuda=True, device=None, dtype=BFLOAT16, shape=(1, 2, 1, 16))
-    layer = build("lssar_p15.py", 16)
+    layer = build_layer("lssar_p15.py", 16)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     assert unsupported_reason(layer, q) is None
-    softmax = build("softmax.py", 16)
+    softmax = build_layer("softmax.py", 16)
     assert softmax.path(q, 4) == "sdpa"
     # keys are in a cache, which varlen_attn does not take
     documents = Context(document_positions=torch.zeros(1, 4))
@@ -605,7 +605,7 @@ def test_gpus_that_cannot_run_the_kernels(monkeypatch):
 
 def test_outputs_beyond_offsets_of_32_bits_take_another_path(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", True)  # else a meta tensor is refused as no GPU's
-    layer = build("lssar_p15.py", 16)
+    layer = build_layer("lssar_p15.py", 16)
     q = torch.empty(1, 2, 2**26, 16, dtype=BFLOAT16, device="meta")
     assert "2^31 numbers" in unsupported_reason(layer, q)
     assert unsupported_reason(layer, q[:, :, 1:]) is None

@@ -12,12 +12,12 @@ from attention_paths.fused import launch
 from attention_paths.reference import NO_CONTEXT, Context
 from attention_paths.varlen import varlen_parameters
 from tests import textbook
-from tests.fused import (
+from tests.helpers import small_config
+from tests.kernel_cases import (
     FUSED,
     REFERENCE,
     SETTINGS,
-    build,
-    call,
+    build_layer,
     compare,
     decode,
     document_positions,
@@ -28,8 +28,8 @@ from tests.fused import (
     in_float64,
     inputs_of,
     kernels,
+    layer_output,
 )
-from tests.helpers import small_config
 from tests.runs import metrics
 
 pytestmark = [
@@ -51,7 +51,7 @@ def kinked(case):
 
 
 def check(case, Lq, Lk, d, dtype, coarser=None):
-    """tests.fused.compare with the formula as printed in the same dtype."""
+    """tests.kernel_cases.compare with the formula as printed in the same dtype."""
     draws = draw_off_kinks if Lk <= FREE else draw
     compare(case, inputs_of(case, draws(Lq, Lk, d, dtype)), textbook.attention, coarser)
 
@@ -112,13 +112,13 @@ def test_every_block_shape(kind, d, deterministic, monkeypatch):
 def test_decoding(case, L, window):
     *inputs, _ = inputs_of(case, draw(1, L, 64, BFLOAT16, B=2))
     out = decode(kernels(case + window, 64), *inputs).double()
-    exact = call(in_float64(case + window, 64), *[x.double() for x in inputs])
+    exact = layer_output(in_float64(case + window, 64), *[x.double() for x in inputs])
     assert (out - exact).norm() < 2 * torch.finfo(BFLOAT16).eps * exact.norm()
 
 
 def test_softmax_takes_the_kernels_where_varlen_attn_cannot_run():
     q = torch.zeros(1, 2, 300, 64, device="cuda", dtype=BFLOAT16)
-    layer = build("softmax.py", 64, "--window=100")
+    layer = build_layer("softmax.py", 64, "--window=100")
     assert layer.path(q, 100) == "sdpa"
     assert layer.path(q, 300) == ("varlen" if "window_size" in varlen_parameters() else "triton")
     assert layer.path(q.float(), 300) == "triton"
@@ -140,13 +140,13 @@ def test_softmax_takes_the_kernels_where_varlen_attn_cannot_run():
 def test_varlen_attn(case):
     """Its error is at most twice that of the formula in bfloat16."""
     inputs = inputs_of(case, draw(300, 300, 64, BFLOAT16, B=2))
-    layer = build(case, 64)
+    layer = build_layer(case, 64)
     context = NO_CONTEXT
     if layer.document_mask:
         context = Context(document_positions=document_positions(2, 300, 300))
     assert layer.path(inputs[0].cuda(), 300, context) == "varlen"
     ours = evaluate(layer, inputs)
-    formula = evaluate(build(case, 64, REFERENCE), inputs)
+    formula = evaluate(build_layer(case, 64, REFERENCE), inputs)
     for name, exact in exact_evaluation(case, inputs).items():
         error = (ours[name] - exact).norm()
         rounding = torch.finfo(BFLOAT16).eps * exact.norm()

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests import textbook
-from tests.fused import build, draw, draw_off_kinks, evaluate, exact_evaluation
 from tests.helpers import ATTENTIONS
+from tests.kernel_cases import build_layer, draw, draw_off_kinks, evaluate, exact_evaluation
 
 FLOAT32 = torch.float32
 BFLOAT16 = torch.bfloat16
@@ -58,8 +58,8 @@ class Evaluations:
     """Results of several draws, by name: of ours, of the formula in the same dtype, and exact."""
 
     def __init__(self, case, head_size, window):
-        self.layer = build(case, head_size, f"--window={window}")
-        self.exact_layer = build(case, head_size, f"--window={window}").double()
+        self.layer = build_layer(case, head_size, f"--window={window}")
+        self.exact_layer = build_layer(case, head_size, f"--window={window}").double()
         self.ours = []
         self.printed = []
         self.exact = []
@@ -132,7 +132,7 @@ def test_rows_of_tiny_weights(case, score, impl):
     q = q * score / (q.sum(-1, keepdim=True) / 4)
     k = 0.9 + 0.1 * k.abs()
     inputs = (q, k, v, gradient)
-    layer = build(case, 16, f"--attention_impl={impl}")
+    layer = build_layer(case, 16, f"--attention_impl={impl}")
     results = evaluate(layer, inputs)
     for name, exact in exact_evaluation(case, inputs).items():
         tolerance = 1e-4
@@ -151,7 +151,7 @@ def test_p_of_100_at_16384_keys_in_bfloat16(case):
     """The queries are the last four positions; one of them has a score far above the others."""
     q, k, v, gradient = draw(4, 16384, 64, BFLOAT16)
     q[:, :, 2] = 2 * k[:, :, 100]
-    attn = build(case, 64, "--p=100")
+    attn = build_layer(case, 64, "--p=100")
     results = evaluate(attn, (q, k, v, gradient))
     for result in results.values():
         assert result.isfinite().all()
@@ -159,7 +159,7 @@ def test_p_of_100_at_16384_keys_in_bfloat16(case):
     sums = A.sum(-1)
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-5, atol=0)
     assert (A[:, :, 2, 100] > 0.99).all()
-    double = build(case, 64, "--p=100").double()
+    double = build_layer(case, 64, "--p=100").double()
     exact = textbook.attention(double, q.double(), k.double(), v.double())
     error = (results["out"] - exact.flatten()).norm()
     assert error < 0.01 * exact.norm()

@@ -59,7 +59,7 @@ STARTS = [5, 6, 16, 43, 127, 200]
 OTHER_STARTS = [63]
 
 
-def build(case, d, *more):
+def build_layer(case, d, *more):
     """The attention of a config file, with settings behind it if any, and scalars of its own."""
     sizes = [
         f"--n_embd={2 * d}",
@@ -68,7 +68,7 @@ def build(case, d, *more):
     ]
     config = small_config(case, *sizes, *more)
     layer = build_attentions(config, layer=0)[0]
-    layer.document_mask = config.document_mask  # which call reads
+    layer.document_mask = config.document_mask  # which layer_output reads
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -150,15 +150,15 @@ def document_positions(B, Lq, Lk):
 
 
 def kernels(case, d, *more):
-    return build(case, d, TRITON, *more)
+    return build_layer(case, d, TRITON, *more)
 
 
 def in_float64(case, d, *more):
     """What the others are compared with: the reference path in float64."""
-    return build(case, d, REFERENCE, *more).double()
+    return build_layer(case, d, REFERENCE, *more).double()
 
 
-def call(layer, q, k, v, log_forget=None, formula=None):
+def layer_output(layer, q, k, v, log_forget=None, formula=None):
     """The layer's output on the CPU, of inputs there, or that of formula(layer, q, k, v, context).
 
     With document_mask it is within STARTS' documents.
@@ -184,7 +184,7 @@ def call(layer, q, k, v, log_forget=None, formula=None):
 def decode(layer, q, *others):
     """The last query's output, without gradients."""
     with torch.no_grad():
-        return call(layer, q[:, :, -1:], *others)
+        return layer_output(layer, q[:, :, -1:], *others)
 
 
 def evaluate(layer, tensors, formula=None):
@@ -195,7 +195,7 @@ def evaluate(layer, tensors, formula=None):
     """
     *inputs, gradient = tensors
     inputs = [x.clone().requires_grad_() for x in inputs]
-    out = call(layer, *inputs, formula=formula)
+    out = layer_output(layer, *inputs, formula=formula)
     learnt = dict(layer.named_parameters())
     gradients = torch.autograd.grad(out, [*inputs, *learnt.values()], gradient)
     names = ["q", "k", "v", "log_forget"][: len(inputs)]
@@ -225,7 +225,7 @@ def compare(case, tensors, formula=None, coarser=None):
     layer = kernels(case, d)
     truth = exact_evaluation(case, tensors)
     ours = evaluate(layer, tensors)
-    bar = evaluate(build(case, d, REFERENCE), tensors, formula)
+    bar = evaluate(build_layer(case, d, REFERENCE), tensors, formula)
     eps = torch.finfo(coarser or q.dtype).eps
     p = layer.p or 0
     if q.dtype is torch.float32:
