@@ -39,7 +39,7 @@ def finish(process, timeout=120):
     return process.exitcode
 
 
-def run(arguments, **more):
+def run_command(arguments, **more):
     return finish(start(arguments, **more))
 
 

@@ -52,7 +52,7 @@ def weights(run):
     return saved(run)["model"]
 
 
-def lines(folder):
+def comparable_rows(folder):
     """All of metrics.jsonl but times and memory."""
     rows = read_rows(folder)
     for row in rows:
@@ -80,7 +80,7 @@ def assert_same_run(one, other):
             del state["config"]["out_dir"]
             del state["config"]["resume"]
         assert identical(*states), runs
-    assert lines(one) == lines(other)
+    assert comparable_rows(one) == comparable_rows(other)
 
 
 def agree(one, other, rel=1e-5):

@@ -15,7 +15,7 @@ from config import Config
 from errors import UserError
 from runtime import checkpoint, run_folder
 from runtime.distributed import EXIT_STOPPED, process_group
-from tests.faults import arguments, finish, group, run, start
+from tests.faults import arguments, finish, group, run_command, start
 from tests.helpers import reverse_shard
 from tests.runs import ROOT, agree, assert_same_run, metrics, saved, steps_logged, wait_for
 from train import check_agreement
@@ -25,7 +25,7 @@ from train import check_agreement
 def whole(shards, tmp_path_factory):
     """A run that nothing happens to."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    assert run(arguments(shards, folder, *LONGER)) == 0
+    assert run_command(arguments(shards, folder, *LONGER)) == 0
     return folder
 
 
@@ -45,7 +45,7 @@ def test_a_signal_saves_and_the_rest_is_identical(shards, tmp_path, whole):
     assert f"step {step} of 20 is saved: stopped by a signal" in output
     assert 4 <= step < 20
     assert max(metrics(folder)) == step
-    assert run([*command, "--resume"]) == 0
+    assert run_command([*command, "--resume"]) == 0
     assert_same_run(folder, whole)
 
 
@@ -67,7 +67,7 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(shards, tmp_p
     command = arguments(shards, folder, *LONGER)
     assert both(group(command, {1: {"signalled_at": 5}}, batch_size=2)) == [EXIT_STOPPED] * 2
     assert saved(folder)["step"] == max(metrics(folder)) == 6
-    assert run([*command, "--resume"]) == 0
+    assert run_command([*command, "--resume"]) == 0
     agree(folder, whole)
 
 
@@ -81,11 +81,11 @@ def test_two_processes_agree_with_one_and_go_on_with_its_run(shards, tmp_path, o
     shared = tmp_path / "shared"
     # 17 validation windows: 9 for one process and 8 for the other
     settings = ("configs/ssmax.py", f"--optimizer={optimizer}", "--val_tokens=272")
-    assert run(arguments(shards, whole, *settings)) == 0
+    assert run_command(arguments(shards, whole, *settings)) == 0
     for processes, steps in ((first, 3), (3 - first, 6)):
         command = arguments(shards, shared, *settings, "--resume=auto", f"--max_iters={steps}")
         if processes == 1:
-            assert run(command) == 0
+            assert run_command(command) == 0
         else:
             assert both(group(command, {}, batch_size=2)) == [0, 0]
     agree(whole, shared)
@@ -93,7 +93,7 @@ def test_two_processes_agree_with_one_and_go_on_with_its_run(shards, tmp_path, o
 
 def test_two_compiled_processes_agree_with_one(shards, tmp_path):
     settings = ("configs/lssar_p15.py", "--n_layer=1", "--max_iters=2")
-    assert run(arguments(shards, tmp_path / "one", *settings)) == 0
+    assert run_command(arguments(shards, tmp_path / "one", *settings)) == 0
     compiled = arguments(shards, tmp_path / "two", *settings, "--compile")
     faults = dict.fromkeys(range(2), {"without_compiler": True})
     assert both(group(compiled, faults, batch_size=2)) == [0, 0]
@@ -110,7 +110,7 @@ def test_two_compiled_processes_agree_with_one(shards, tmp_path):
 def test_two_processes_agree_with_one_on_other_data(documents, tmp_path, settings, batch_size):
     one = tmp_path / "one"
     two = tmp_path / "two"
-    assert run(arguments(documents, one, *settings)) == 0
+    assert run_command(arguments(documents, one, *settings)) == 0
     pair = group(arguments(documents, two, *settings, "--resume=auto"), {}, batch_size=batch_size)
     assert both(pair) == [0, 0]
     agree(one, two)
@@ -131,7 +131,7 @@ def test_a_lost_process_ends_the_others_and_keeps_the_checkpoint(shards, tmp_pat
 @pytest.mark.parametrize("steps, seen", [(6, "6, 3"), (0, "0, none")])
 def test_ranks_that_see_other_checkpoints_end_the_run(shards, tmp_path, steps, seen):
     """As where out_dir is on each node's own disk."""
-    assert run(arguments(shards, tmp_path / "run", f"--max_iters={steps}")) == 0
+    assert run_command(arguments(shards, tmp_path / "run", f"--max_iters={steps}")) == 0
     shutil.copytree(tmp_path / "run", tmp_path / "node" / "run")
     run_folder.checkpoints(tmp_path / "node" / "run")[0].unlink()
     folders = {
@@ -260,7 +260,7 @@ def test_torchrun_restarts_a_killed_worker_and_passes_signals_on(shards, tmp_pat
     step = saved(folder)["step"]
     assert f"step {step} of 400 is saved: stopped by a signal" in output
     assert step < 400
-    assert run(arguments(shards, whole, *more, f"--max_iters={step}")) == 0
+    assert run_command(arguments(shards, whole, *more, f"--max_iters={step}")) == 0
     assert metrics(folder) == pytest.approx(metrics(whole), rel=1e-5)
     assert list(metrics(folder)) == list(range(1, step + 1))
 

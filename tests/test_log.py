@@ -12,7 +12,7 @@ import pytest
 from config import Config
 from errors import UserError
 from runtime.log import Log, start_wandb, wandb_settings
-from tests.faults import arguments, run
+from tests.faults import arguments, run_command
 from tests.runs import metrics
 
 
@@ -21,7 +21,7 @@ def test_wandb_offline_says_how_to_sync(shards, tmp_path):
     folder = tmp_path / "run"
     output = tmp_path / "output"
     command = arguments(shards, folder, "--wandb_mode=offline")
-    assert run(command, output=output) == 0
+    assert run_command(command, output=output) == 0
     identity = json.loads((folder / "wandb.json").read_text())["id"]
     (path,) = re.findall("wandb sync (.*)", output.read_text())
     assert Path(path) in folder.glob(f"wandb/offline-run-*-{identity}")
@@ -112,7 +112,7 @@ def test_wandbs_names_are_checked_before_there_is_a_folder(
 
 def test_a_full_disk_under_the_output_does_not_end_a_run(shards, tmp_path):
     """Nor does a closed pipe: see test_a_closed_terminal_does_not_stop_a_run_under_nohup."""
-    assert run(arguments(shards, tmp_path / "run"), output_lost="disk") == 0
+    assert run_command(arguments(shards, tmp_path / "run"), output_lost="disk") == 0
     assert max(metrics(tmp_path / "run")) == 6
 
 

@@ -5,7 +5,7 @@ import signal
 import time
 
 from runtime import checkpoint
-from tests.faults import arguments, finish, run, start
+from tests.faults import arguments, finish, run_command, start
 from tests.runs import assert_same_run, checkpoint_bytes, go_on
 
 
@@ -17,7 +17,7 @@ def test_killed_and_resumed(shards, tmp_path):
     # in a first start 21 is the rename of the first checkpoint, 24 the sync of the second
     for point in (21, 24, 18, 22, 0.6):
         if isinstance(point, int):
-            code = run([*command, *go_on(folder)], kill_at=point)
+            code = run_command([*command, *go_on(folder)], kill_at=point)
             assert code in (0, -signal.SIGKILL)
             killed += code != 0
         else:
@@ -26,9 +26,9 @@ def test_killed_and_resumed(shards, tmp_path):
             process.kill()
             killed += finish(process) != 0
     assert killed >= 4
-    assert run([*command, *go_on(folder)]) == 0
+    assert run_command([*command, *go_on(folder)]) == 0
     whole = tmp_path / "whole"
-    assert run(arguments(shards, whole, "--checkpoint_interval=2", "--max_iters=8")) == 0
+    assert run_command(arguments(shards, whole, "--checkpoint_interval=2", "--max_iters=8")) == 0
     assert_same_run(folder, whole)
     assert not list(folder.glob(".*.tmp"))
     assert len(list(folder.glob("*.pt"))) == 3  # the last two, and the best
@@ -45,11 +45,11 @@ def test_killed_inside_a_shard_write(tmp_path):
     command = [source, "--shard_size=2000", "--workers=1", "--out_dir"]
     killed = tmp_path / "killed"
     for point in (2, 9, 10, 11, 12):
-        code = run([*command, killed], module="data.text", kill_at=point)
+        code = run_command([*command, killed], module="data.text", kill_at=point)
         assert code == -signal.SIGKILL
-    assert run([*command, killed], module="data.text") == 0
+    assert run_command([*command, killed], module="data.text") == 0
     whole = tmp_path / "whole"
-    assert run([*command, whole], module="data.text") == 0
+    assert run_command([*command, whole], module="data.text") == 0
     names = {file.name for file in whole.iterdir()}
     assert names == {file.name for file in killed.iterdir()}
     assert len(names) > 6
@@ -60,18 +60,18 @@ def test_killed_inside_a_shard_write(tmp_path):
 def test_a_full_disk_keeps_the_checkpoint_before(shards, tmp_path):
     folder = tmp_path / "run"
     output = tmp_path / "output"
-    assert run(arguments(shards, folder, "--max_iters=3")) == 0
+    assert run_command(arguments(shards, folder, "--max_iters=3")) == 0
     before = checkpoint_bytes(folder)
     size = max(map(len, before.values()))
     command = arguments(shards, folder, "--resume")
     # best.pt still fits, the checkpoint does not
-    assert run(command, output=output, file_limit=size - 1000) == 2
+    assert run_command(command, output=output, file_limit=size - 1000) == 2
     message = output.read_text().splitlines()[-1]
     assert "step_000006.pt: cannot be written: File too large" in message
     assert "Traceback" not in output.read_text()
     for name in ("step_000000.pt", "step_000003.pt"):
         assert (folder / name).read_bytes() == before[name]
     assert checkpoint.find(folder).path.name == "step_000003.pt"
-    assert run(command) == 0
-    assert run(arguments(shards, tmp_path / "whole")) == 0
+    assert run_command(command) == 0
+    assert run_command(arguments(shards, tmp_path / "whole")) == 0
     assert_same_run(folder, tmp_path / "whole")
