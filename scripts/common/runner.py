@@ -375,19 +375,13 @@ def as_command(kind: type[Evaluation]) -> Callable[[], None]:
             file.parent.mkdir(parents=True, exist_ok=True)
             results[name] = measure_or_load(evaluation, run, file)
         pictures = evaluation.show(results)
-        drawn = False
         for name, run in runs.items():
             figure = evaluation.draw_run(run, results[name])
-            if figure is not None and len(runs) == 1:
-                pictures[evaluation.name] = figure
+            if figure is not None and out is None:
+                save_picture(figure, picture_path([path_of(run)], evaluation.name))
             elif figure is not None:
-                picture = picture_path([path_of(run)], evaluation.name)
-                if out is not None:
-                    words = f"{evaluation.name} {name}".replace("/", " ").split()
-                    picture = out.with_stem("_".join([out.stem, *words]))
-                save_picture(figure, picture)
-                drawn = True
-        if out and not pictures and not drawn:
+                pictures[f"{evaluation.name}_{name}".replace("/", "-")] = figure
+        if out and not pictures:
             print(f"--out {out}: there is nothing to draw", file=sys.stderr)
         save_pictures(pictures, [path_of(run) for run in runs.values()], out)
 
