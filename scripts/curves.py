@@ -20,7 +20,7 @@ from runtime import run_folder
 from runtime.files import check_writable
 from runtime.log import read_metrics
 from scripts.common.command_line import option, parse
-from scripts.common.labels import picture_path, run_names
+from scripts.common.labels import label_runs, picture_path
 from scripts.common.plots import Curve, draw_curves, save_picture
 
 PANELS = {
@@ -42,11 +42,11 @@ class Curves:
 @command
 def main() -> None:
     options, arguments = parse(Curves)
-    names = run_names(arguments.runs)
-    runs = dict(zip(names, map(read_steps, arguments.runs), strict=True))
-    picture = arguments.out or picture_path(arguments.runs, "curves")
+    runs = label_runs(arguments.runs)
+    steps = {name: read_steps(run) for name, run in runs.items()}
+    picture = arguments.out or picture_path(list(runs.values()), "curves")
     check_writable(picture.parent, "; --out FILE.png puts the picture elsewhere")
-    save_picture(plot(runs, options), picture)
+    save_picture(plot(steps, options), picture)
 
 
 def read_steps(path: str | Path) -> Steps:

@@ -21,7 +21,7 @@ from runtime import checkpoint, files, resuming, run_folder
 from scripts import attention_maps, curves, eval_length
 from scripts.common import runner
 from scripts.common.command_line import parse
-from scripts.common.labels import picture_path, run_names
+from scripts.common.labels import label_runs, picture_path
 from scripts.common.options import Options
 from scripts.common.runner import NO_TEXT, Evaluation
 from scripts.common.runs import load_run, open_model, rope_scaling
@@ -385,27 +385,27 @@ def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
 # ---- labels and pictures ----
 
 
-def test_labels_name_the_settings_in_which_runs_differ(tmp_path):
+def test_labels_are_names_or_paths(tmp_path):
     def labels(*settings):
         configs = [Config(seed=7).replace(**each) for each in settings]
         for i, config in enumerate(configs):
             (tmp_path / str(i)).mkdir(exist_ok=True)
             (tmp_path / f"{i}/config.json").write_text(json.dumps(config.as_dict()))
-        return run_names([tmp_path / str(i) for i in range(len(configs))])
+        return list(label_runs([tmp_path / str(i) for i in range(len(configs))]))
 
     assert labels({}, {"attention": "lssar", "p": 3.0}) == ["softmax", "lssar_p3"]
-    assert labels({"seed": 1}, {"seed": 2}) == ["seed 1", "seed 2"]
-    assert labels({}, {"attention": "lssa", "seed": 2}) == ["softmax, seed 7", "lssa, seed 2"]
-    windows = {"window": 9}
-    patterns = labels(windows, windows | {"window_pattern": "SSSL"})
-    assert patterns == ["window_pattern none", "window_pattern SSSL"]
-    assert labels({}, {"name": "prope", "rope_theta": 5e5}) == [
-        "softmax, rope_theta 10000",
-        "prope, rope_theta 500000",
-    ]
-    assert labels({}, {}) == ["0", "1"]
+    assert labels({}, {"attention": "lssa", "seed": 2}) == ["softmax", "lssa"]
+    assert labels({"seed": 1}, {"seed": 2}) == ["0", "1"]
+    assert labels({}, {"name": "prope"}, {"seed": 2}) == ["0", "1", "2"]
     assert labels({"name": "a" * 50}) == ["a" * 50]
-    assert labels({}, {"data_dir": "a" * 50}) == ["0", "1"]
+
+
+def test_a_run_that_is_given_twice_counts_once(run, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    again = f"{run.name}/"
+    assert label_runs([run, again]) == {"lssar_p3": again}
+    file = checkpoint.find(run).path
+    assert list(label_runs([run, file])) == [run.name, f"{run.name}/{file.name}"]
 
 
 def test_pictures_of_other_runs_have_other_names(tmp_path):

@@ -86,7 +86,7 @@ from scripts.common.hf_models import (
     read_config,
     read_model,
 )
-from scripts.common.labels import common_folder, picture_path, run_names
+from scripts.common.labels import common_folder, label_runs, picture_path
 from scripts.common.options import Options
 from scripts.common.plots import save_picture
 from scripts.common.runs import Run, load_run, model_facts, model_on_meta, run_facts
@@ -252,7 +252,7 @@ def measure_missing(
     label = f"{run.path}: {evaluation.name}"
     if evaluation.window is not None:
         label += f", window {evaluation.window}"
-    for name in tqdm(missing, label, unit="chunk"):
+    for name in tqdm(missing, label, unit="chunk", disable=None):
         values = evaluation.measure(run, chunks[name])
         store(file, facts, name, values, code, made)
 
@@ -365,8 +365,7 @@ def as_command(kind: type[Evaluation]) -> Callable[[], None]:
         if any(name.startswith(PRETRAINED) for name in arguments.runs):
             evaluation, runs = read_models(evaluation, arguments.runs)
         else:
-            paths = list(dict.fromkeys(arguments.runs))  # a run that is given twice counts once
-            runs = dict(zip(run_names(paths), paths, strict=True))
+            runs = dict(label_runs(arguments.runs))
         evaluation = evaluation.align([read_config(run) for run in runs.values()])
         runs = check_runs(evaluation, runs, out)
         results = {}
