@@ -73,6 +73,9 @@ from runtime.pretrained import check_initial, load_initial
 # at this scale too, the run has diverged (min_loss_scale of fairseq).
 SMALLEST_SCALE = 1e-4
 
+# Settings that change how often ranks communicate, beside the settings that decide what is learned.
+SETTINGS_OF_COLLECTIVES = ("eval_interval", "checkpoint_interval", "dry_run")
+
 LossFn = Callable[[Tensor, Tensor], Tensor]  # from inputs and targets to nats
 
 
@@ -126,10 +129,10 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     loader = raise_on_all_ranks(partial(open_loader, config, rank(), world_size(), device))
     identity = identity_of(config) if loader else {}  # a dry run may have no data
     dtype = pick_dtype(config.dtype, device)
-    check_agreement(config, identity, dtype)
-    state = None
-    if config.resume:
-        state = resuming.load_to_resume(run, config)
+    state = raise_on_all_ranks(
+        lambda: resuming.load_to_resume(run, config) if config.resume else None
+    )
+    check_agreement(config, identity, dtype, state)
     if loader is not None:
         check_data(loader, identity, config, state)
 
@@ -150,13 +153,6 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     training = Training(model, dtype, optimizers, scaler, data=identity)
     if state is not None:
         training.restore(state, config)
-    resumed_at = all_gather(training.resumed_at)
-    if len(set(resumed_at)) > 1:  # DDP would copy rank 0's weights over the difference
-        steps = ", ".join("none" if step is None else str(step) for step in resumed_at)
-        raise UserError(
-            f"{run}: the ranks see checkpoints of different steps ({steps}, by rank): the folder "
-            "must be on a file system that all nodes share"
-        )
 
     # after the weights are final: DDP copies rank 0's to all ranks
     loss_fn = compile_and_distribute(model, config, kernel_facts["attention_path"])
@@ -229,29 +225,30 @@ def train(
 # ---- before the loop ----
 
 
-def check_agreement(config: Config, identity: Identity, dtype: torch.dtype) -> None:
-    """Raise the same UserError on every rank where ranks differ in data, dtype or settings."""
+def check_agreement(
+    config: Config,
+    identity: Identity,
+    dtype: torch.dtype,
+    state: State | None,
+) -> None:
+    """Raise the same UserError on every rank if ranks would train or communicate differently."""
     settings = checkpoint.settings_of(config)
-    compared = {key: settings[key] for key in LEARNED if key != "data_dir"}
-    compared["dtype"] = str(dtype).removeprefix("torch.")  # "auto" depends on the GPU
-    first, *others = all_gather((identity, compared))
-    for other_rank, (other_identity, other) in enumerate(others, start=1):
-        differing = data_difference(first[0], other_identity)
-        if differing is not None:
-            raise UserError(
-                f"{config.data_dir}: rank {other_rank}'s {differing} differ from rank 0's: copy "
-                "the same data to every node"
-            )
-        if other["dtype"] != first[1]["dtype"] and config.dtype == "auto":
-            raise UserError(
-                f"dtype = 'auto' is {first[1]['dtype']} or {other['dtype']} on these GPUs: give "
-                "--dtype=float16, or GPUs of one kind"
-            )
-        for key, value in first[1].items():
-            if other[key] != value:
+    facts = {}
+    for key in (*LEARNED, *SETTINGS_OF_COLLECTIVES):
+        if key != "data_dir":  # each node may have its own copy
+            facts[key] = settings[key]
+    facts["dtype"] = str(dtype).removeprefix("torch.")  # "auto" depends on the GPU
+    for name, digest in identity.items():
+        facts[f"hash of the {name}"] = digest
+    # DDP would copy rank 0's weights over a difference
+    facts["step of the checkpoint in out_dir"] = state.step if state else None
+    first, *others = all_gather(facts)
+    for number, other in enumerate(others, start=1):
+        for key, value in first.items():
+            if other.get(key) != value:
                 raise UserError(
-                    f"rank {other_rank} has {key} = {other[key]!r}, rank 0 {value!r}: give every "
-                    "rank the same settings"
+                    f"{key} is {other.get(key)!r} on rank {number}, {value!r} on rank 0: every "
+                    "rank needs the same settings, data and checkpoints"
                 )
 
 

@@ -128,8 +128,8 @@ def test_a_lost_process_ends_the_others_and_keeps_the_checkpoint(shards, tmp_pat
     assert checkpoint.find(tmp_path / "run").id["step"] in ((3,) if rank else (0, 3))
 
 
-@pytest.mark.parametrize("steps, seen", [(6, "6, 3"), (0, "0, none")])
-def test_ranks_that_see_other_checkpoints_end_the_run(shards, tmp_path, steps, seen):
+@pytest.mark.parametrize("steps, other", [(6, 3), (0, None)])
+def test_ranks_that_see_other_checkpoints_end_the_run(shards, tmp_path, steps, other):
     """As where out_dir is on each node's own disk."""
     assert run_command(arguments(shards, tmp_path / "run", f"--max_iters={steps}")) == 0
     shutil.copytree(tmp_path / "run", tmp_path / "node" / "run")
@@ -140,11 +140,11 @@ def test_ranks_that_see_other_checkpoints_end_the_run(shards, tmp_path, steps, s
     }
     pair = group(arguments(shards, "run", "--resume=auto", "--max_iters=9"), folders)
     assert both(pair) == [2, 2]
-    says = f"error: run: the ranks see checkpoints of different steps ({seen}, by rank)"
+    says = f"error: step of the checkpoint in out_dir is {other} on rank 1, {steps} on rank 0"
     assert says in (tmp_path / "output").read_text()
 
 
-@pytest.mark.parametrize("fault", ["edited", "none", "config"])
+@pytest.mark.parametrize("fault", ["edited", "none", "window", "dry_run"])
 def test_ranks_that_read_different_files_all_end_with_the_same_words(shards, tmp_path, fault):
     """As where the files are on each node's own disk."""
     folders = {}
@@ -153,12 +153,15 @@ def test_ranks_that_read_different_files_all_end_with_the_same_words(shards, tmp
         data = shutil.copytree(shards, node / "data")
         (node / "own.py").write_text("window = 8\n")
         folders[rank] = {"chdir": node, "output": tmp_path / f"output{rank}"}
-    says = "error: data: rank 1's training shards differ from rank 0's: copy the same data "
     if fault == "edited":
         reverse_shard(data / "text_train_000002.bin")
-    elif fault == "config":
+        says = "error: hash of the training shards is "
+    elif fault == "window":
         (node / "own.py").write_text("window = 9\n")
-        says = "error: rank 1 has window = 9, rank 0 8: give every rank the same settings"
+        says = "error: window is 9 on rank 1, 8 on rank 0: every rank needs the same settings"
+    elif fault == "dry_run":
+        (node / "own.py").write_text("window = 8\ndry_run = True\n")
+        says = "error: dry_run is True on rank 1, False on rank 0: every rank needs the same"
     else:
         shutil.rmtree(data)
         says = "error: rank 1: data does not exist: name the folder of the shards"
@@ -174,14 +177,13 @@ def test_gpus_of_two_kinds_end_on_every_rank_with_the_same_words(monkeypatch, ra
     """Rank 0 would train in bfloat16, rank 1 in float16."""
 
     def gather(value):
-        identity, settings = value
-        values = [(identity, settings | {"dtype": name}) for name in ("bfloat16", "float16")]
+        values = [value | {"dtype": name} for name in ("bfloat16", "float16")]
         values[rank] = value
         return values
 
     monkeypatch.setattr("train.all_gather", gather)
-    with pytest.raises(UserError, match="dtype = 'auto' is bfloat16 or float16 on these GPUs"):
-        check_agreement(Config(), {}, dtype)
+    with pytest.raises(UserError, match="dtype is 'float16' on rank 1, 'bfloat16' on rank 0"):
+        check_agreement(Config(), {}, dtype, state=None)
 
 
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
