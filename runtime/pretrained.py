@@ -1,10 +1,8 @@
 """A GPT-2 as the initial weights of a run: --init_from=hf:gpt2, hf:FOLDER or nanogpt:ckpt.pt."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from errors import UserError, first_line
 from model import GPT
 from runtime.checkpoint import State, copy_weights, find, load, load_weights, settings_of
 from runtime.files import read_pt
-from runtime.hf_config import PRETRAINED, pretrained_settings
+from runtime.hf_config import PRETRAINED
 from runtime.nanogpt import NANOGPT, is_nanogpt_checkpoint, rename_weight
 from runtime.run_folder import is_checkpoint, read_config
 
@@ -41,28 +39,27 @@ def check_initial(source: str) -> None:
     read_config(source)
 
 
-def load_initial(model: GPT, source: str) -> dict[str, Any]:
+def load_initial(model: GPT, source: str) -> dict[str, Any] | None:
     """Copy the weights of a run, or of a Hugging Face or nanoGPT GPT-2, into the model.
 
-    Returns what identifies them: a step and a sha256. Raises UserError if they cannot be loaded or
-    do not fit.
+    Returns what identifies a checkpoint: a step and a sha256; None for Hugging Face. Raises
+    UserError if the weights cannot be loaded or do not fit.
     """
     if source.startswith(PRETRAINED):
-        return load_gpt2(model, source)
+        load_gpt2(model, source)
+        return None
     if source.startswith(NANOGPT):
         return load_nanogpt(model, source)
     return load_weights(model, source).id
 
 
-def load_gpt2(model: GPT, source: str) -> dict[str, Any]:
+def load_gpt2(model: GPT, source: str) -> None:
     """Copy the weights of a GPT2LMHeadModel into the model, whatever its attention variant.
 
     A model of fewer positions takes the first. The attention's scalars, such as SSMax's s, keep
     their initial values. Raises UserError if transformers or the weights are missing, or a
     setting differs.
     """
-    settings = settings_of(model.config)
-    pretrained_settings(settings | {"init_from": source, "vocab_size": model.config.n_vocab})
     try:
         from transformers import GPT2LMHeadModel
 
@@ -75,13 +72,10 @@ def load_gpt2(model: GPT, source: str) -> dict[str, Any]:
         if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             x = x.T  # transformers has them as [in, out]
         renamed[name] = x
+    settings = settings_of(model.config)
     required = {key: settings[key] for key in ("tokenizer", "n_head")}
     state = State(model=resize_to_model(renamed, model), step=0, config=required)
     copy_weights(model, state, source)
-    digest = hashlib.sha256()
-    for key in sorted(weights):
-        digest.update(weights[key].contiguous().view(torch.uint8).numpy().tobytes())
-    return {"step": 0, "sha256": digest.hexdigest()}
 
 
 def load_nanogpt(model: GPT, source: str) -> dict[str, Any]:
