@@ -10,7 +10,6 @@ from typing import Any
 from config import Config
 from errors import UserError
 from runtime.config_files import (
-    did_you_mean_run,
     find_data,
     refuse_transformers,
     saved_settings,
@@ -50,10 +49,9 @@ def folder_of(run: str | Path) -> Path:
 
 def no_checkpoint(run: str | Path) -> str:
     """Return a sentence on a path without a checkpoint."""
-    hint = did_you_mean_run(run)
     return (
-        f"{run}: no checkpoint found; {hint}a run is a folder that train.py made, or "
-        "the .pt file of a checkpoint in it"
+        f"{run}: no checkpoint found; a run is a folder that train.py made, or the .pt file of a "
+        "checkpoint in it"
     )
 
 
