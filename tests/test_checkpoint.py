@@ -102,7 +102,6 @@ def test_what_is_no_run_is_said_in_its_own_words(train, tmp_path, refused):
     refused(train, "new", f"--resume={run}", says=f"a space: --resume {run}")
     refused(train, "none", "--resume", says="no checkpoint found; a run is")
     refused(train, "new", str(file), says="is not a config file (.py); to use a run, pass")
-    assert not (tmp_path / "none").exists()
 
 
 def test_nothing_that_is_loaded_runs_code(train, tmp_path, capsys):
