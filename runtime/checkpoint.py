@@ -24,9 +24,9 @@ from config import RECORDED_ON_RESUME, Config
 from data.shards import Identity
 from errors import UserError, first_line
 from model import GPT
+from runtime.config_files import Settings
 from runtime.files import atomic_write, convert, sha256_of
 from runtime.run_folder import (
-    Settings,
     checkpoints,
     is_checkpoint,
     no_checkpoint,

@@ -26,11 +26,14 @@ from config import (
 )
 from data.vocabulary import BUILT_IN, TOKENIZER
 from errors import UserError, did_you_mean
-from runtime.files import read_json
+from runtime.files import convert, read_json
 from runtime.hf_config import PRETRAINED, pretrained_settings
 
 # A file in a run's folder: the absolute path of the run's data_dir.
 DATA_DIR = "data_dir.txt"
+
+# The settings that a run's files hold.
+Settings = dict[str, None | bool | int | float | str]
 
 
 def command_line() -> Config:
@@ -166,31 +169,26 @@ def read_file(path: str) -> dict[str, Any]:
     return values
 
 
-def read_run(folder: str) -> dict[str, Any]:
+def read_run(folder: str | Path) -> dict[str, Any]:
     """The settings in the config.json of a run; out_dir is the folder where it is found."""
     path = Path(folder, "config.json")
-    values = read_json(path)
-    if values is None:
+    content = read_json(path, dict[str, Any])
+    if content is None:
         raise UserError(f"{path.parent} has no config.json: it is not a run of train.py")
-    refuse_transformers(values, path)
-    return saved_settings(values, path) | {"resume": False, "out_dir": str(path.parent)}
-
-
-def refuse_transformers(values: Any, config_json: Path) -> None:
-    """Raise UserError if the content of a config.json is of a model of transformers."""
-    if isinstance(values, dict) and "model_type" in values:
-        folder = config_json.parent
+    if "model_type" in content:
         raise UserError(
             f"{folder} is a model of transformers, not a run: write it {PRETRAINED}{folder}"
         )
+    return saved_settings(content, path) | {"resume": False, "out_dir": str(path.parent)}
 
 
-def saved_settings(values: Any, source: str | Path) -> dict[str, Any]:
+def saved_settings(content: Any, source: str | Path) -> dict[str, Any]:
     """The settings in a file of a run, with the copy of the tokenizer in the run's folder.
 
     If data_dir is another folder here than the run's, the absolute path that it recorded is used.
     """
-    if not isinstance(values, dict) or "attention" not in values:
+    values = convert(content, Settings, source)
+    if "attention" not in values:
         raise UserError(f"{source}: it does not hold the settings of a run")
     check_saved_keys(values, source)
     folder = Path(source).parent

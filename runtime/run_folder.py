@@ -9,16 +9,9 @@ from typing import Any
 
 from config import Config
 from errors import UserError
-from runtime.config_files import (
-    find_data,
-    refuse_transformers,
-    saved_settings,
-)
-from runtime.files import convert, read_json, read_pt
+from runtime.config_files import find_data, read_run, saved_settings
+from runtime.files import convert, read_pt
 from runtime.nanogpt import convert_checkpoint, is_nanogpt_checkpoint
-
-# The values that a Config may have.
-Settings = dict[str, None | bool | int | float | str]
 
 
 def checkpoints(run: str | Path) -> list[Path]:
@@ -73,16 +66,12 @@ def read_config(run: str | Path) -> Config:
         path = Path(run)
         if not path.exists():
             raise UserError(no_checkpoint(run))
-        values = convert(read_checkpoint(path).get("config"), Settings, path)
+        values = saved_settings(read_checkpoint(path).get("config"), path)
     else:
         path = Path(run) / "config.json"
-        values = read_json(path)
-        refuse_transformers(values, path)
-        values = convert(values, Settings | None, path)
-    if values is None:
-        raise UserError(no_checkpoint(run))
+        values = read_run(run)
     try:
-        config = Config(**saved_settings(values, path))
+        config = Config(**values)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     # the run, or the folder in which it was trained, may have moved

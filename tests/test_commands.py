@@ -80,9 +80,8 @@ def test_commands_run_from_any_folder(trained, shards, tmp_path):
     assert "-" * 80 in done.stdout
     assert "\nslow: []\n" in done.stdout
     assert done.stdout.endswith(f"kernels: {stub}\n")
-    began = json.loads((elsewhere / "run/environment.json").read_text())["began_with"]
-    assert began["step"] == 0
-    assert len(began["sha256"]) == 64
+    settings = json.loads((elsewhere / "run/config.json").read_text())
+    assert settings["init_from"] == "hf:gpt2"
 
 
 # What a Python on Windows lacks, and how it calls itself.

@@ -26,7 +26,7 @@ assert "torch" not in sys.modules
 
 def test_a_missing_run_is_refused(run, call, refused):
     missing = run.with_name(run.name + "x")
-    refused(call, curves, missing, says=f"{missing}: no checkpoint found; a run is a folder that")
+    refused(call, curves, missing, says=f"{missing} has no config.json: it is not a run")
 
 
 def test_the_curves_of_a_run_in_training(run, call):
