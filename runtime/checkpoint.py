@@ -108,10 +108,10 @@ class Training:
                 optimizer.param_groups = groups  # with the options of this run, such as `fused`
             if state.scaler:  # empty in a run that did not scale its loss: it may go on in float16
                 self.scaler.load_state_dict(state.scaler)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-            lines = str(error).splitlines() or [type(error).__name__]
+        except (RuntimeError, ValueError) as error:  # of another model.py, or best.pt renamed
+            reason = str(error).splitlines()[-1].strip()
             raise UserError(
-                f"the checkpoint of step {state.step} does not fit this run: {lines[-1].strip()}"
+                f"the checkpoint of step {state.step} does not fit this run: {reason}"
             ) from error
         self.step = state.step
         self.resumed_at = state.step

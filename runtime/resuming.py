@@ -14,7 +14,6 @@ from runtime.checkpoint import (
     settings_before,
     settings_of,
 )
-from runtime.config_files import check_saved_keys
 from runtime.distributed import rank
 from runtime.files import read_json
 from runtime.metadata import formulas_difference, init_from_difference
@@ -64,9 +63,7 @@ def load_to_resume(run: Path, config: Config) -> State:
     Raises UserError if a setting or the formulas changed that must not change on resume, and if a
     new max_iters would change past learning rates and no schedule is given.
     """
-    path = find(run, quiet=rank() > 0).path
-    state = load(path)
-    check_saved_keys(state.config, path)
+    state = load(find(run, quiet=rank() > 0).path)
     now = settings_of(config)
     for key, saved in settings_before(state).items():
         if key not in FREE_ON_RESUME and key not in RECORDED_ON_RESUME and now.get(key) != saved:

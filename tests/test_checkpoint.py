@@ -106,6 +106,21 @@ def test_what_is_no_run_is_said_in_its_own_words(train, tmp_path, refused):
     refused(train, "new", str(file), says="is not a config file (.py); to use a run, pass")
 
 
+def test_a_checkpoint_of_other_code_is_refused_in_a_sentence(train, refused):
+    """best.pt under the name of a step, a weight that the model does not have, and a setting."""
+    folder = train("run", "--max_iters=3")
+    file = folder / "step_000003.pt"
+    content = torch.load(file, weights_only=True, mmap=False)
+    resume = ("run", "--resume", "--max_iters=4")
+    shutil.copy(folder / "best.pt", file)
+    refused(train, *resume, says=("does not fit this run: ", "is shorter than"))
+    weight = torch.zeros(1)
+    torch.save(content | {"model": content["model"] | {"trunk.mine": weight}}, file)
+    refused(train, *resume, says=("does not fit this run: ", "trunk.mine"))
+    torch.save(content | {"config": content["config"] | {"dropout": 0.1}}, file)
+    refused(train, *resume, says="was trained with dropout = 0.1, so it cannot be resumed")
+
+
 def test_nothing_that_is_loaded_runs_code(train, tmp_path, capsys):
     folder = train("run")
 
