@@ -37,10 +37,10 @@ NonNegativeFloat = Annotated[float, ("at least", 0)]
 FloatFromOne = Annotated[float, ("at least", 1)]
 FractionBelowOne = Annotated[float, ("at least", 0), ("below", 1)]
 
-T = TypeVar("T")
+Value = TypeVar("Value")
 
 
-def setting(default: T, help: str, needs: dict[str, tuple] | None = None) -> T:
+def setting(default: Value, help: str, needs: dict[str, tuple] | None = None) -> Value:
     """Declare a field of Config: its default and its line of --help. Its type limits its values.
 
     `needs` maps other settings to the values under which this setting has an effect. Otherwise only

@@ -32,7 +32,7 @@ def prefill(
 ) -> tuple[Tensor, KVCache]:
     """Return the logits [B, n_vocab] of the token after each prompt, and a cache of all prompts.
 
-    The cache has room for `new_tokens` more tokens. Prompts of different lengths are padded on the
+    The cache takes `new_tokens` more tokens. Prompts of different lengths are padded on the
     left; the padding is a separate document, so that the prompt does not attend to it.
     """
     lengths = [len(prompt) for prompt in prompts]

@@ -257,7 +257,7 @@ class Trunk(nn.Module):
         # scaled RoPE uses the final length from the start, so that cached keys stay valid
         final_length = end if cache is None else cache.size
         if cache is not None:
-            cache.check_room(end)
+            cache.check_capacity(end)
         if self.wpe is not None and document_positions is not None:
             if end > self.config.block_size:  # only then: max() makes the host wait for the GPU
                 self.check_length(int(document_positions.max()) + 1)

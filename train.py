@@ -49,10 +49,10 @@ from runtime.device import (
     Event,
     autocast,
     keep_freed_memory,
+    mfu_and_memory,
     open_device,
     pick_compile,
     pick_dtype,
-    usage,
 )
 from runtime.distributed import (
     EXIT_STOPPED,
@@ -145,7 +145,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
         dtype,
         say=say if rank() == 0 else None,
     )
-    began_with = load_initial(model, config.init_from) if config.init_from else None
+    initial_weights = load_initial(model, config.init_from) if config.init_from else None
 
     # ---- optimizers ----
     optimizers = build_optimizers(model, config)
@@ -158,13 +158,13 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     loss_fn = compile_and_distribute(model, config, kernel_facts["attention_path"])
     documents = loader.documents_per_sequence if loader is not None else None
     if documents is not None and "varlen" in kernel_facts["attention_path"]:
-        check_room(config, documents)
+        check_capacity(config, documents)
     if rank() == 0:
         say(describe(config, training, loader, world_size()))
         if loader is not None and not config.dry_run:
             facts = kernel_facts | {"data": identity}
-            if began_with is not None:
-                facts["began_with"] = began_with
+            if initial_weights is not None:
+                facts["began_with"] = initial_weights
             metadata.write_run_metadata(run, config, facts, training)
     return training, loader, loss_fn
 
@@ -269,14 +269,14 @@ def check_data(
     loader.validation_batches(config.val_tokens, config.batch_size)  # raises if it is too small
 
 
-def check_room(config: Config, documents_per_sequence: float) -> None:
+def check_capacity(config: Config, documents_per_sequence: float) -> None:
     """Raise UserError if micro-batches have more documents, on average, than varlen_attn takes."""
-    room = documents_at_most(config.batch_size, config.block_size)
+    capacity = documents_at_most(config.batch_size, config.block_size)
     mean = documents_per_sequence * config.batch_size
-    if mean > room:
+    if mean > capacity:
         raise UserError(
             f"document_mask: a micro-batch has {mean:.0f} documents on average, and varlen_attn "
-            f"has room for {room}: --attention_impl=triton takes any number"
+            f"takes at most {capacity}: --attention_impl=triton takes any number"
         )
 
 
@@ -424,7 +424,7 @@ class Monitor:
             grad_norm=grad_norm,
             ms=1000 * seconds,
             tokens_per_s=tokens / seconds,
-            **usage(self.training.device, self.rank_flops_per_token * tokens / seconds),
+            **mfu_and_memory(self.training.device, self.rank_flops_per_token * tokens / seconds),
         )
 
     def validate(self, loader: Loader) -> None:

@@ -120,7 +120,7 @@ def read_mask(
 
 
 def count_keys(mask: Tensor) -> int:
-    """Return how many keys of a mask [B, Lq, Lk] are in use: a static cache has room for more.
+    """Return how many keys of a mask [B, Lq, Lk] are in use: a static cache has capacity for more.
 
     The last key that a query sees is its own position, unless the query is padding on the right.
     """
@@ -146,7 +146,7 @@ def read_positions(
     key = torch.arange(Lk, device=mask.device)
     query = key[:Lq]
     last_token = torch.where(is_token, query, -1).cummax(1).values
-    # a run of padding is one document: varlen_attn has room for few
+    # a run of padding is one document: varlen_attn takes few
     positions = torch.where(is_token, mask.sum(-1) - 1, query - last_token - 1)
     distance = key[-Lq:, None] - key
     visible = (distance >= 0) & (distance <= positions[..., None])

@@ -88,7 +88,7 @@ def packed(x: Tensor) -> Tensor:
 
 
 def documents_at_most(B: int, L: int) -> int:
-    """Return the number of documents that varlen_attn has room for in B sequences of L tokens."""
+    """Return the number of documents that varlen_attn takes in B sequences of L tokens."""
     return min(B * L, max(B * L // SHORTEST_MEAN, ALWAYS_ROOM))
 
 

@@ -23,7 +23,7 @@ class KVCache:
         # keys, values and forget gates, or factors and gates
         self.stored: dict[Attention, list[Tensor]] = {}
 
-    def check_room(self, length: int) -> None:
+    def check_capacity(self, length: int) -> None:
         """Raise UserError if this many positions exceed the cache."""
         if length > self.size:
             raise UserError(f"a cache of {self.size} positions is too small for {length}")

@@ -80,7 +80,7 @@ def check_gpu(device: str) -> None:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise UserError(unusable(device, error)) from error
+        raise UserError(gpu_error_message(device, error)) from error
 
 
 def check_unseen_gpu() -> None:
@@ -92,10 +92,10 @@ def check_unseen_gpu() -> None:
     except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
         # a container may have the driver and no nvidia-smi
         if "driver on your system is too old" in str(error) or nvidia_smi_works():
-            raise UserError(unusable("this machine's GPU", error)) from error
+            raise UserError(gpu_error_message("this machine's GPU", error)) from error
 
 
-def unusable(gpu: str, error: Exception) -> str:
+def gpu_error_message(gpu: str, error: Exception) -> str:
     """Return a sentence on a GPU that torch cannot use."""
     reason = first_line(error).partition(". ")[0]
     return (
@@ -213,7 +213,7 @@ def memory_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 
 
-def usage(device: torch.device, flops_per_s: float) -> dict[str, float]:
+def mfu_and_memory(device: torch.device, flops_per_s: float) -> dict[str, float]:
     """The share of the device's peak (MFU), if it is known, and the peak memory."""
     measured = {}
     if device.type == "cuda" and flops_per_s:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from errors import UserError
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later
-T = TypeVar("T")
+Value = TypeVar("Value")
 
 # Besides WORLD_SIZE, what torchrun gives to its processes.
 TORCHRUN_VARIABLES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -83,7 +83,7 @@ def all_reduce_max(value: int) -> int:
     return int(largest)
 
 
-def all_gather(value: T) -> list[T]:
+def all_gather(value: Value) -> list[Value]:
     """The values of all ranks, in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
@@ -92,7 +92,7 @@ def all_gather(value: T) -> list[T]:
     return values
 
 
-def raise_on_all_ranks(call: Callable[[], T]) -> T:
+def raise_on_all_ranks(call: Callable[[], Value]) -> Value:
     """Call a function on every rank; if a rank's call raises UserError, all ranks raise it."""
     mistake = None
     try:

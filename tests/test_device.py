@@ -60,7 +60,7 @@ def test_a_rank_touches_its_own_gpu_alone(monkeypatch, name):
 def test_mfu_is_the_share_of_the_gpus_peak(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: name)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: 3e6)
-    measured = device.usage(torch.device("cuda"), flops_per_s=1e12)
+    measured = device.mfu_and_memory(torch.device("cuda"), flops_per_s=1e12)
     expected = {"memory_mb": 3.0}
     if peak is not None:
         expected["mfu"] = 1e12 / peak

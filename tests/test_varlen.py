@@ -28,7 +28,7 @@ from tests.test_attention import (
     leaves,
     with_gradients,
 )
-from train import check_room
+from train import check_capacity
 
 BFLOAT16 = torch.bfloat16
 
@@ -234,6 +234,6 @@ def test_grouped_queries_where_torch_has_no_enable_gqa(monkeypatch):
 
 def test_too_many_documents_end_a_run_at_its_start():
     config = Config(batch_size=64)
-    check_room(config, documents_per_sequence=31.0)
-    with pytest.raises(UserError, match="2112 documents on average, and varlen_attn has room for"):
-        check_room(config, documents_per_sequence=33.0)
+    check_capacity(config, documents_per_sequence=31.0)
+    with pytest.raises(UserError, match="2112 documents on average, and varlen_attn takes at most"):
+        check_capacity(config, documents_per_sequence=33.0)

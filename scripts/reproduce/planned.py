@@ -20,7 +20,7 @@ from runtime.files import is_locked, read_json
 
 POLL_SECONDS = 0.5
 # What torchrun passes on to its processes.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+TORCHRUN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PlannedRun:
         if processes > 1:
             torchrun = ["-m", "torch.distributed.run", "--standalone"]
             # without those that are ignored, as SIGHUP is under nohup
-            heard = [number.name for number in STOP_SIGNALS if not is_ignored(number)]
+            heard = [number.name for number in TORCHRUN_SIGNALS if not is_ignored(number)]
             command += [*torchrun, f"--nproc_per_node={processes}"]
             command.append(f"--signals_to_handle={','.join(heard)}")
         return [*command, os.path.relpath(ROOT / "train.py"), *self.arguments, "--resume=auto"]
