@@ -93,7 +93,6 @@ def build(
     options: argparse.Namespace,
     source: str,
     documents: list,
-    content: list | None = None,
 ) -> None:
     """Make a folder of shards `<prefix>_<split>_<number>.bin` and its meta.json.
 
@@ -101,7 +100,7 @@ def build(
     two streams, or the first shard of a single stream. `options` is the result of `parse_options`,
     with `repeat` and `within` for `with_repeats`; its `out_dir` is data/`folder` by default. A
     second call resumes after the last whole shard, or says that all is done. meta.json records
-    `source`, and hashes of `documents` and `content`, JSON values that change with the documents.
+    `source`, and a hash of `documents`, a JSON value that changes with the documents.
 
     Raises UserError if the folder holds shards of other documents or settings, or of unknown
     origin; if another process is making them; or if the documents have too few tokens for both
@@ -111,7 +110,7 @@ def build(
     wanted: shards.Meta = {
         "tokenizer": identify(options.tokenizer),
         "shard_size": options.shard_size,
-        "documents": hash_json(documents),
+        "documents": hashlib.sha256(json.dumps(documents).encode()).hexdigest(),
         "source": source,
         "complete": False,
         "shards": [],
@@ -120,8 +119,6 @@ def build(
         wanted["repeat"] = (options.repeat, options.within)
     if options.split_at is not None:
         wanted["split_at"] = options.split_at
-    if content is not None:
-        wanted["content"] = hash_json(content)
     with lock_folder(out_dir, "making this set"):
         meta = resume(out_dir, wanted)
         if meta["complete"]:
@@ -133,10 +130,6 @@ def build(
             shards.write_meta(out_dir, {**meta, "complete": True})
     tokens = sum(shard["tokens"] for shard in meta["shards"])
     print(f"{out_dir}: {outcome}, {tokens:,} tokens in {len(meta['shards'])} shards")
-
-
-def hash_json(value: list) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
@@ -158,8 +151,7 @@ def resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
         now = wanted.get(key)
         if before != now:
             raise UserError(f"{out_dir}: made with {key} {before}, not {now}; {remedy}")
-    has_new_content = meta.get("content") != wanted.get("content")
-    if has_new_content or meta["documents"] != wanted["documents"]:
+    if meta["documents"] != wanted["documents"]:
         raise UserError(
             f"{out_dir}: made from other documents, from these before they were edited, or by an "
             f"earlier version; {remedy}"

@@ -67,7 +67,6 @@ class Meta(TypedDict):
     tokenizer: str  # as data.vocabulary.identify names it
     shard_size: int
     documents: str  # a hash that changes when the documents do
-    content: NotRequired[str]  # a hash of the files of the documents, where `documents` has none
     source: str  # where the documents come from
     repeat: NotRequired[tuple[float, Count]]  # the share and length of data.build.with_repeats
     split_at: NotRequired[str]  # the mark between documents
