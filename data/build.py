@@ -112,13 +112,11 @@ def build(
         "shard_size": options.shard_size,
         "documents": hashlib.sha256(json.dumps(documents).encode()).hexdigest(),
         "source": source,
+        "repeat": (options.repeat, options.within) if options.repeat else None,
+        "split_at": options.split_at,
         "complete": False,
         "shards": [],
     }
-    if options.repeat:
-        wanted["repeat"] = (options.repeat, options.within)
-    if options.split_at is not None:
-        wanted["split_at"] = options.split_at
     with lock_folder(out_dir, "making this set"):
         meta = resume(out_dir, wanted)
         if meta["complete"]:
@@ -145,17 +143,14 @@ def resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
         raise UserError(
             f"{out_dir}: holds .bin files that this command did not make; use another --out_dir"
         )
-    remedy = "use another --out_dir, or delete the folder to make it again"
-    for key in ("tokenizer", "shard_size", "repeat", "split_at"):
+    for key in ("tokenizer", "shard_size", "repeat", "split_at", "documents"):
         before = meta.get(key)
         now = wanted.get(key)
         if before != now:
-            raise UserError(f"{out_dir}: made with {key} {before}, not {now}; {remedy}")
-    if meta["documents"] != wanted["documents"]:
-        raise UserError(
-            f"{out_dir}: made from other documents, from these before they were edited, or by an "
-            f"earlier version; {remedy}"
-        )
+            raise UserError(
+                f"{out_dir}: made with {key} {before}, not {now}: use another --out_dir, or delete "
+                "the folder to make it again"
+            )
     whole = list(takewhile(lambda shard: shards.is_whole(out_dir, shard), meta["shards"]))
     complete = meta["complete"] and whole == meta["shards"]
     return {**meta, "complete": complete, "shards": whole}

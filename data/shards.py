@@ -68,8 +68,9 @@ class Meta(TypedDict):
     shard_size: int
     documents: str  # a hash that changes when the documents do
     source: str  # where the documents come from
-    repeat: NotRequired[tuple[float, Count]]  # the share and length of data.build.with_repeats
-    split_at: NotRequired[str]  # the mark between documents
+    # the share and length of data.build.with_repeats; earlier versions left out what is unset
+    repeat: NotRequired[tuple[float, Count] | None]
+    split_at: NotRequired[str | None]  # the mark between documents
     complete: bool  # otherwise more shards are to be made
     shards: list[Entry]
 

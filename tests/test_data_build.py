@@ -103,11 +103,26 @@ def test_a_finished_set_is_left_alone(corpus, tmp_path, call, capsys, refused):
     with lock_folder(out, ""):
         refused(*again, says="another process is making this set")
     write_parquet(folder / "002_00000.parquet", ["more"])
-    refused(*again, "--shard_size=1000", says="made from other documents")
+    refused(*again, "--shard_size=1000", says=("made with documents ", "delete the folder"))
     meta = read_json(out / "meta.json")
     meta["shards"][0]["name"] = "../x_train_000000.bin"
     (out / "meta.json").write_text(json.dumps(meta))
     refused(*again, says="meta.json: damaged")
+
+
+def test_sets_of_earlier_versions_are_known(corpus, tmp_path, capsys):
+    """Their meta.json leaves out what is unset, and may have a hash of the files' content."""
+    _, folder = corpus
+    out = tmp_path / "out"
+    run_fineweb(folder, out)
+    meta = read_json(out / "meta.json")
+    del meta["repeat"]
+    del meta["split_at"]
+    meta["content"] = "a hash"
+    (out / "meta.json").write_text(json.dumps(meta))
+    capsys.readouterr()
+    run_fineweb(folder, out)
+    assert "already done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("share, n", [(0.25, 400_000), (1, 5120), (1, 90), (1, 3), (1, 0)])
