@@ -100,12 +100,14 @@ def open_file(path: str) -> Tokenizer:
     """A tokenizer.json of Hugging Face's tokenizers.
 
     Raises UserError if the file cannot be read, has more ids than fit uint16, or has no end-of-text
-    token.
+    token, and if the library is missing.
     """
     file = str(tokenizer_file(path))
     try:
         import tokenizers
-
+    except ImportError as error:
+        raise UserError(f"{path}: this needs `pip install tokenizers`") from error
+    try:
         tokenizer = tokenizers.Tokenizer.from_file(file)
     except Exception as error:  # the library raises nothing more specific
         raise UserError(f"{path}: cannot be read by tokenizers: {error}") from error

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,12 @@ def test_a_file_of_words(words_file):
     assert tok.decode([1, 2, 6]) == "the cat </s>"
     assert tok.encode("the " * 9) == [1] * 9
     assert count_ids(str(words_file)) == 7
+
+
+def test_a_missing_library_is_named(words_file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=f"{words_file}: this needs `pip install tokenizers`"):
+        tokenizer.open_file(str(words_file))
 
 
 @pytest.mark.parametrize(
