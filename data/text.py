@@ -42,6 +42,7 @@ from runtime.files import sha256_of
 
 PLAIN = (".txt", ".md", ".py")
 SUFFIXES = (*PLAIN, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+CHUNK = 1 << 24  # characters of a plain file read at a time
 NAMED = 10  # files for validation whose names are printed
 # Folders of installed packages and of tests, which are not library code.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -120,12 +121,26 @@ def read_file(path: Path, rules: Rules) -> Iterator[str]:
     with reading(path):
         rows: Iterable[Any]
         if path.name.endswith(PLAIN):
-            rows = [path.read_bytes().decode("utf-8-sig")]  # line breaks stay as they are
+            rows = read_plain(path, rules.split_at)
         elif path.suffix == ".parquet":
             rows = read_parquet(path, rules.column)
         else:
             rows = read_json_lines(path, rules.column)
         yield from rules.documents(path, rows)
+
+
+def read_plain(path: Path, mark: str | None) -> Iterator[str]:
+    """Yield a file's whole text or, without holding all of it, each text between marks."""
+    with open(path, encoding="utf-8-sig", newline="") as file:  # line breaks stay as they are
+        if mark is None:
+            yield file.read()
+            return
+        rest = ""
+        while chunk := file.read(CHUNK):
+            *texts, rest = (rest + chunk).split(mark)
+            yield from filter(str.strip, texts)
+        if rest.strip():
+            yield rest
 
 
 def read_parquet(path: Path, column: str) -> Iterator[Any]:
