@@ -1,7 +1,7 @@
 """How commands open finished runs: dataclasses whose fields are options of the command line."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
@@ -38,7 +38,7 @@ class Options(LoadingOptions):
     )
     rope_factor: float | None = option(None, "factor of --rope's scaling: see layers.rope.Rope")
     rope_theta: float | None = option(None, "another base of RoPE (SSMax: 500000)")
-    log_base: float | None = option(
+    log_base: Annotated[float, ("above", 1)] | None = option(
         None, "base a: scores times log_a(a + n), n keys in view (SWAN)"
     )
     window: PositiveInt | None = option(
@@ -55,15 +55,13 @@ class Options(LoadingOptions):
 
         The path is always the options': the run's own was chosen for the machine that trained it.
         Another variant re-weights with --p, or with the run's p if it needs p. Raises UserError for
-        a run of another task, and for an invalid log_base.
+        a run of another task.
         """
         if self.task not in config.tasks:
             raise UserError(
                 f"{config.out_dir} has task = {config.task!r}, but this command is for "
                 f"task = {self.task!r}"
             )
-        if self.log_base is not None and self.log_base <= 1:
-            raise UserError(f"--log_base {self.log_base} must be above 1")
         changes: dict[str, Any] = {"attention_impl": self.attention_impl}
         if self.attention is not None:
             changes["attention"] = self.attention

@@ -246,7 +246,7 @@ def measure_missing(
     facts = run.facts | identity(evaluation, run.config)
     chunks = evaluation.chunks(run.config)
     code = code_hash(evaluation)
-    made = environment_at_start(evaluation.device)
+    environment = environment_at_start(evaluation.device)
     known = find_measurement(read_measurements(file), facts).get("parts", {})
     missing = [name for name in chunks if evaluation.again or name not in known]
     label = f"{run.path}: {evaluation.name}"
@@ -254,7 +254,7 @@ def measure_missing(
         label += f", window {evaluation.window}"
     for name in tqdm(missing, label, unit="chunk", disable=None):
         values = evaluation.measure(run, chunks[name])
-        store(file, facts, name, values, code, made)
+        store(file, facts, name, values, code, environment)
 
 
 def load_stored(evaluation: Evaluation, run: AnyRun, file: Path | None = None) -> dict | None:
@@ -273,12 +273,13 @@ def load_stored(evaluation: Evaluation, run: AnyRun, file: Path | None = None) -
     file = file or results_file(evaluation, run)
     result = find_measurement(read_measurements(file), facts)
     known = result.get("parts", {})
-    parts = {}
+    chunks = {}
     for name in evaluation.chunks(config):
         if name not in known:
             return None
-        parts[name] = known[name]
-    result |= {"parts": parts, "trained_length": trained.block_size} | evaluation.summarise(parts)
+        chunks[name] = known[name]
+    result |= {"parts": chunks, "trained_length": trained.block_size}
+    result |= evaluation.summarise(chunks)
     control = evaluation.control(trained)
     if control is None:
         return result
@@ -319,8 +320,8 @@ def matches(measurement: dict, facts: dict) -> bool:
     return True
 
 
-def store(file: Path, facts: dict, name: str, values: dict, code: str, made: dict) -> None:
-    """Add a chunk to the measurement that these facts identify; `made` is its environment.
+def store(file: Path, facts: dict, name: str, values: dict, code: str, environment: dict) -> None:
+    """Add a chunk to the measurement that these facts identify.
 
     An interrupted command continues after it. The lock lets other processes add to the same file.
     """
@@ -333,7 +334,7 @@ def store(file: Path, facts: dict, name: str, values: dict, code: str, made: dic
             **facts,
             "parts": measurement.get("parts", {}) | {name: values},
             "code": measurement.get("code", {}) | {name: code},
-            "environment": made,
+            "environment": environment,
         }
         write_json(file, [*others, updated])
 
