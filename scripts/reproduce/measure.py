@@ -65,7 +65,7 @@ class Experiment:
     compute: Callable[[Entry], Values] | None = None
 
     draw: Callable[[dict], Pictures] = lambda table: {}  # means over seeds
-    draw_first_seed: Callable[[dict], Pictures] = lambda table: {}  # of its measurements
+    draw_first_seed: Callable[[dict], Pictures] | None = None  # of its measurements
     paper: dict | None = None  # the section of papers.json with values for these entries
     paper_scale: str = "124m"  # where the section names no scales
     note: str = ""

@@ -100,8 +100,9 @@ def run_experiment(
     failures = train(runs)
     failures += work.measure()
     table = build_table(work, failures)
-    for draw in (experiment.draw, experiment.draw_first_seed):
-        save_table_pictures(folder, name, draw(table))
+    save_table_pictures(folder, name, experiment.draw(table))
+    if experiment.draw_first_seed is not None:
+        save_table_pictures(folder, name, experiment.draw_first_seed(table))
     write(folder, table)
     print("\n" + (folder / "table.md").read_text())
     print(f"written: {folder}/table.md, table.json")
@@ -254,7 +255,7 @@ def caption(table: dict, work: Work) -> list[str]:
     else:
         sentences.append(f"{table['unit']}.")
     sentences.append(how_measured(table["rows"]))
-    if len(seeds) > 1 and "curves" in runs[0]["evaluation"]:
+    if len(seeds) > 1 and work.experiment.draw_first_seed is not None:
         sentences.append(f"The picture is of seed {seeds[0]}.")
     if work.experiment.note:
         sentences.append(work.experiment.note)
