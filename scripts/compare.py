@@ -42,17 +42,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from config import SETTINGS, Config, choices, settings_in
+from config import SETTINGS, Config, settings_in
 from errors import UserError, command, did_you_mean
 from layers.heads import check_attention
-from runtime.config_files import format_value, load_config, parse, read_file
+from runtime.config_files import format_value, parse, read_file
 from scripts.common.command_line import parse_lengths
 from scripts.common.labels import shorten
 from scripts.eval_length import UNIT
 from scripts.recall import Recall
 from scripts.reproduce import beside, kinds, metrics, pictures
 from scripts.reproduce.entries import (
-    CONFIGS,
     FREE,
     OF_RUNS,
     Entry,
@@ -93,40 +92,18 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     configs = [text for text in rest if not text.startswith("--")]
     free, grid = read_settings([text for text in rest if text.startswith("--")])
-    if options.scale.endswith(".py"):
-        task = load_config([options.scale]).tasks[-1]
-        name = options.scale
-    else:
-        require_scale(options.scale)
-        folder, _, name = options.scale.rpartition("/")
-        task = folder or "language"
-    scale = open_scale(name, options.out, task, free)
+    scale = open_scale(options.scale, options.out, free)
     entries = entries_of(scale, configs, grid)
-    experiment = build_experiment(scale, entries, task, options.lengths)
+    experiment = build_experiment(scale, entries, options.lengths)
     experiment = with_beside(experiment, scale, options)
     for sentence in scaled_windows(scale, entries):
         print(sentence)
     words = ["compare"]
-    if task != "language":  # whose tables have names of their own
-        words.append(task)
+    if scale.task != "language":  # whose tables have names of their own
+        words.append(scale.task)
     words += [entry.name for entry in entries]
     table = shorten("_".join(words).replace(":", "-"))
     run_experiment(table, experiment, scale, entries, options)
-
-
-def require_scale(name: str) -> None:
-    """Raise UserError unless this is a name in configs/scales: tiny, or recall/tiny."""
-    known = ["124m"]
-    for path in sorted((CONFIGS / "scales").rglob("*.py")):
-        scale = path.relative_to(CONFIGS / "scales").with_suffix("").as_posix()
-        task = scale.rpartition("/")[0]
-        if task in ("", *choices("task")):  # the folder t6 has the sizes of T6's heads alone
-            known.append(scale)
-    if name not in known:
-        raise UserError(
-            f"--scale {name!r}; {did_you_mean(name, known)}it must be one of {', '.join(known)}, "
-            "or a config file"
-        )
 
 
 def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -231,7 +208,7 @@ def scaled_windows(scale: Scale, entries: tuple[Entry, ...]) -> list[str]:
 
 
 def build_experiment(
-    scale: Scale, entries: tuple[Entry, ...], task: str, lengths: tuple[int, ...] | None
+    scale: Scale, entries: tuple[Entry, ...], lengths: tuple[int, ...] | None
 ) -> Experiment:
     """Choose the measurement by the task. Raises UserError without entries, and for a bad view."""
     if not entries:
@@ -241,17 +218,17 @@ def build_experiment(
         multiples = tuple(length / trained for length in sorted({trained, *lengths}))
     elif any(scale.run(entry, 0).config.positions == "learned" for entry in entries):
         multiples = (1,)
-    elif task == "recall":
+    elif scale.task == "recall":
         multiples = Recall.multiples
     else:
         multiples = kinds.MULTIPLES
     title = f"Compared with {entries[0].name}"
     made_by = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
-    if task == "orbits":
+    if scale.task == "orbits":
         if lengths:
             raise UserError("--lengths: orbits are compared by their last validation alone")
         experiment = last_validation(title, entries)
-    elif task == "recall":
+    elif scale.task == "recall":
         experiment = kinds.recall(title, entries, multiples, kinds.accuracies_if_learned)
     elif multiples[-1] > 1:
         experiment = kinds.loss_and_gain(title, entries, multiples)

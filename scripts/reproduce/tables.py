@@ -197,7 +197,6 @@ TEXT_AND_RECALL = (
     config_entry("softmax", view="plain_rope"),
     *config_entries("hybrid", "hybrid_ssmax", "hybrid_ssmax_quarter", "hybrid_lssar_p5"),
 )
-TEXT_AND_RECALL_NOTE = "Half of the steps are of text, half of recall."
 COPIES = (
     *TEXT_AND_RECALL,
     config_entry("ssmax"),
@@ -450,8 +449,6 @@ EXPERIMENTS = {
     "text_and_recall": loss_and_gain(
         title="Text and recall in one model: loss on text",
         entries=TEXT_AND_RECALL,
-        task="language+recall",
-        note=TEXT_AND_RECALL_NOTE,
     ),
     "recall_and_text": recall(
         title="Text and recall in one model: recall",
@@ -459,8 +456,6 @@ EXPERIMENTS = {
         multiples=MULTIPLES,
         values=all_accuracies,
         better="higher",
-        task="language+recall",
-        note=TEXT_AND_RECALL_NOTE,
     ),
     "recall_and_documents": recall(
         title="Text with attention within documents, and recall in turn: recall",
@@ -469,10 +464,9 @@ EXPERIMENTS = {
         values=all_accuracies,
         draw=in_panels(pictures.by_kind(DOCUMENTS)),
         better="higher",
-        task="language+recall",
         note=(
             "`apart`: trained with document_mask, `joined`: without; `aligned`: with "
-            f"align_documents in the steps of text. {TEXT_AND_RECALL_NOTE}"
+            "align_documents in the steps of text."
         ),
     ),
     "copying": Experiment(
@@ -514,7 +508,6 @@ EXPERIMENTS = {
         columns=tuple(TABLE3),
         better=tuple(TABLE3.values()),
         digits=2,
-        task="orbits",
         evaluation=physics,
         values=table3_columns,
         draw_first_seed=pictures.forces,
