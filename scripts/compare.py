@@ -24,8 +24,7 @@ alike, so that a difference may be the same at every seed and far smaller than t
 
 Committed results of the same scale, in results/, are shown too, dashed in the picture, if their
 settings and data (the sequences of recall, the shards of text) are the same; a single config is
-then enough. Otherwise a message says what differs. --beside FOLDER shows another table, and
---beside none shows no committed results.
+then enough. Otherwise a message says what differs. --alone shows no committed results.
 
 Prints the cost, trains the missing runs in OUT/<scale>/<entry>/seed<seed>, which
 scripts.reproduce shares, and writes RESULTS/<scale>/compare_<entries>/table.md, table.json and a
@@ -34,7 +33,6 @@ runs at the same time, start the same command on each GPU, with CUDA_VISIBLE_DEV
 another process is training are left to it.
 """
 
-import argparse
 import itertools
 import shlex
 import sys
@@ -72,7 +70,6 @@ COMPARABLE = {*settings_in("attention", "model", "optimisation")} - {
 FIXED = (*settings_in("data"), "block_size", "first_batch")
 # How the run of CONFIG.py:VIEW may be evaluated.
 FILE_VIEWS = ("linear", "ntk", "dynamic_ntk", "yarn", "ntk16", "plain_rope", "adaptive_temperature")
-NOTHING = "nothing to compare: give two configs, or a setting two values: --p=3,5"
 
 
 @command
@@ -84,18 +81,17 @@ def main() -> None:
         type=parse_lengths,
         help="lengths in tokens, besides the training length (default: its multiples)",
     )
-    parser.add_argument(
-        "--beside",
-        metavar="FOLDER",
-        help="folder of a table.json to show too, or none (default: a comparable committed table)",
-    )
+    parser.add_argument("--alone", action="store_true", help="show no committed results")
     options, rest = parser.parse_known_args()
     configs = [text for text in rest if not text.startswith("--")]
     free, grid = read_settings([text for text in rest if text.startswith("--")])
+    if not configs:
+        raise UserError("no config to train: give files, such as configs/softmax.py mine.py")
     scale = open_scale(options.scale, options.out, free)
     entries = entries_of(scale, configs, grid)
     experiment = build_experiment(scale, entries, options.lengths)
-    experiment = with_beside(experiment, scale, options)
+    if not options.alone:
+        experiment = replace(experiment, beside=beside.find(scale, experiment))
     for sentence in scaled_windows(scale, entries):
         print(sentence)
     words = ["compare"]
@@ -210,9 +206,7 @@ def scaled_windows(scale: Scale, entries: tuple[Entry, ...]) -> list[str]:
 def build_experiment(
     scale: Scale, entries: tuple[Entry, ...], lengths: tuple[int, ...] | None
 ) -> Experiment:
-    """Choose the measurement by the task. Raises UserError without entries, and for a bad view."""
-    if not entries:
-        raise UserError(NOTHING)
+    """Choose the measurement by the task. Raises UserError for a view of orbits."""
     if lengths:
         trained = scale.config.block_size
         multiples = tuple(length / trained for length in sorted({trained, *lengths}))
@@ -222,7 +216,9 @@ def build_experiment(
         multiples = Recall.multiples
     else:
         multiples = kinds.MULTIPLES
-    title = f"Compared with {entries[0].name}"
+    first = entries[0].name
+    several = len(entries) > 1
+    title = f"Compared with {first}" if several else first
     made_by = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
     if scale.task == "orbits":
         if lengths:
@@ -236,32 +232,11 @@ def build_experiment(
         experiment = kinds.loss(title, entries, multiples)
     return replace(
         experiment,
-        baseline=entries[0].name,
+        baseline=first if several else "",
         better=None,
         draw=pictures.together,
         note=" ".join([made_by, *scaled_windows(scale, entries)]),
     )
-
-
-def with_beside(experiment: Experiment, scale: Scale, options: argparse.Namespace) -> Experiment:
-    """Add the committed table that --beside names, or that is comparable.
-
-    Raises UserError if it is not, and for a single entry without such a table.
-    """
-    table = None
-    sentence = ""
-    if options.beside is None:
-        table, sentence = beside.find(scale, experiment)
-    elif options.beside != "none":
-        table = beside.open_beside(options.beside, scale, experiment)
-    if sentence:
-        print(sentence)
-    if len(experiment.entries) > 1:
-        return replace(experiment, beside=table)
-    if table is None:
-        raise UserError(NOTHING)
-    title = f"{experiment.entries[0].name} beside {table['folder']}"
-    return replace(experiment, beside=table, baseline="", title=title)
 
 
 def require_fixed(name: str, config: Config, scale: Config) -> None:

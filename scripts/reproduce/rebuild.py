@@ -37,10 +37,8 @@ def rebuild(folder: Path) -> None:
     if table["baseline"]:
         add_differences(table["rows"], table["baseline"])
     name = table["name"]
-    if table["baseline"] or "beside" in table:
-        save_table_pictures(folder, name, pictures.together(table))
-    elif name in EXPERIMENTS:
-        save_table_pictures(folder, name, EXPERIMENTS[name].draw(table))
+    draw = EXPERIMENTS[name].draw if name in EXPERIMENTS else pictures.together
+    save_table_pictures(folder, name, draw(table))
     write(folder, table)
 
 
