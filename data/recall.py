@@ -72,20 +72,20 @@ ASSIGNED = {
 }
 
 
-def draw(task: str, split: int, index: int, length: int, pairs: int = PAIRS) -> Drawn:
+def draw(task: str, split: int, index: int, length: int) -> Drawn:
     """A sequence of a split, a pure function of these arguments."""
     rng = sequence_rng(split, index)
     if task == "sort":
         return sort(rng, length)
     if task == "mqar":
-        return mqar(rng, length, pairs)
-    return lookup(rng, length, pairs, ASSIGNED[task].times)
+        return mqar(rng, length)
+    return lookup(rng, length, ASSIGNED[task].times)
 
 
-def lookup(rng: np.random.Generator, length: int, pairs: int, times: int) -> Drawn:
+def lookup(rng: np.random.Generator, length: int, times: int) -> Drawn:
     """Assign each key a value so many times, both in one token; at the end ask for the last one."""
-    keys = rng.permutation(KEYS)[:pairs]
-    first_query = length - pairs
+    keys = rng.permutation(KEYS)[:PAIRS]
+    first_query = length - PAIRS
     tokens = rng.integers(QUERIES + KEYS, RECALL_IDS, length)
     assigned = rng.permutation(keys.repeat(times))
     values = rng.integers(VALUES, size=len(assigned))
@@ -102,13 +102,13 @@ def lookup(rng: np.random.Generator, length: int, pairs: int, times: int) -> Dra
     )
 
 
-def mqar(rng: np.random.Generator, length: int, pairs: int) -> Drawn:
+def mqar(rng: np.random.Generator, length: int) -> Drawn:
     """Keys and values in turn at the beginning; later, among noise, each key is asked once."""
-    keys = rng.permutation(MQAR_KEYS)[:pairs]
-    values = MQAR_KEYS + rng.integers(MQAR_VALUES, size=pairs)
+    keys = rng.permutation(MQAR_KEYS)[:PAIRS]
+    values = MQAR_KEYS + rng.integers(MQAR_VALUES, size=PAIRS)
     tokens = rng.integers(MQAR_KEYS + MQAR_VALUES, RECALL_IDS, length)
-    tokens[: 2 * pairs] = np.stack([keys, values], 1).ravel()
-    places = rng.choice(np.arange(2 * pairs, length), pairs, replace=False)
+    tokens[: 2 * PAIRS] = np.stack([keys, values], 1).ravel()
+    places = rng.choice(np.arange(2 * PAIRS, length), PAIRS, replace=False)
     tokens[places] = keys
     order = places.argsort()
     return Drawn(tokens, places[order], answers=values[order], sources=2 * order + 1)
@@ -195,7 +195,7 @@ def hash_sequences(task: str) -> str:
 # ---- what is right by chance ----
 
 
-def chance(task: str, length: int, pairs: int = PAIRS) -> float:
+def chance(task: str, length: int) -> float:
     """The share of answers that a model gets right without matching any key.
 
     It sees the values of a sequence in their order, but not which keys they belong to, and always
@@ -205,13 +205,13 @@ def chance(task: str, length: int, pairs: int = PAIRS) -> float:
     """
     if task == "sort":
         return right_by_repeating(length)
-    return right_by_value(pairs, ASSIGNED[task])
+    return right_by_value(ASSIGNED[task])
 
 
 @cache
-def right_by_value(pairs: int, assigned: Assigned) -> float:
+def right_by_value(assigned: Assigned) -> float:
     """The accuracy of naming the likeliest value in view, simulated (standard error 0.0002)."""
-    n = pairs * assigned.times
+    n = PAIRS * assigned.times
     # a value is asked for if all other values of its key are among the i values before it
     likelihoods = np.array([math.comb(i, assigned.times - 1) for i in range(n)], np.float64)
     likelihoods /= likelihoods.sum()
