@@ -30,7 +30,7 @@ from scripts.common.plots import save_picture
 from scripts.common.tables import paired, ranged, spread, summarise, write
 from scripts.eval_length import error_range
 from scripts.reproduce import beside
-from scripts.reproduce.cost import print_cost, print_entries
+from scripts.reproduce.cost import print_cost
 from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
 from scripts.reproduce.headroom import HEADROOM, LONGER, available, by_seed
 from scripts.reproduce.kinds import GAIN
@@ -89,9 +89,7 @@ def run_experiment(
     if runs:
         to_train = cost(runs)
     if options.plan:
-        columns = column_names(experiment, scale.config)
-        paper, _ = paper_values(experiment, scale)
-        print_entries([entry.name for entry in chosen], columns, paper)
+        print(", ".join(entry.name for entry in chosen))
         print(to_train)
         print_cost(runs, scale.folder)
         return
