@@ -40,10 +40,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from config import SETTINGS, Config, settings_in
-from errors import UserError, command, did_you_mean
+from config import Config, settings_in
+from errors import UserError, check_choice, command
 from layers.heads import check_attention
-from runtime.config_files import format_value, parse, read_file
+from runtime.config_files import format_value, parse, read_file, require_known_setting
 from scripts.common.command_line import parse_lengths
 from scripts.common.labels import shorten
 from scripts.eval_length import UNIT
@@ -51,11 +51,11 @@ from scripts.recall import Recall
 from scripts.reproduce import beside, kinds, metrics, pictures
 from scripts.reproduce.entries import (
     FREE,
-    OF_RUNS,
+    VIEWS,
     Entry,
     Scale,
     open_scale,
-    refuse_settings_of_runs,
+    refuse_seed,
     windows_at_scale,
 )
 from scripts.reproduce.measure import Experiment
@@ -69,7 +69,7 @@ COMPARABLE = {*settings_in("attention", "model", "optimisation")} - {
 }
 FIXED = (*settings_in("data"), "block_size", "first_batch")
 # How the run of CONFIG.py:VIEW may be evaluated.
-FILE_VIEWS = ("linear", "ntk", "dynamic_ntk", "yarn", "ntk16", "plain_rope", "adaptive_temperature")
+FILE_VIEWS = [view for view in VIEWS if view not in ("", "oracle")]
 
 
 @command
@@ -103,25 +103,22 @@ def main() -> None:
 
 
 def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Split settings into arguments for all runs, and the values of those that are compared.
+    """Split settings into arguments for all runs, and the values of the settings to compare.
 
-    Raises UserError for what is no setting, for one without a value, and for a repeated one.
+    Raises UserError for what is no setting, and for a setting without a value.
     """
-    values: dict[str, str] = {}
+    free = []
+    grid = {}
     for argument in arguments:
         key, equals, text = argument.removeprefix("--").partition("=")
-        if key not in SETTINGS:
-            raise UserError(
-                f"--{key} is neither an option (python -m scripts.compare --help) nor a setting "
-                f"(python train.py --help); {did_you_mean(key, SETTINGS)}".rstrip("; ")
-            )
+        options = "; python -m scripts.compare --help lists the options"
+        require_known_setting(key, "the command line", options)
         if not equals:
             raise UserError(f"--{key} needs its values after an equals sign: --{key}=VALUE,VALUE")
-        if key in values:
-            raise UserError(f"--{key} is given twice; all values go into one: --{key}=VALUE,VALUE")
-        values[key] = text
-    free = [f"--{key}={text}" for key, text in values.items() if key in FREE]
-    grid = {key: text for key, text in values.items() if key not in FREE}
+        if key in FREE:
+            free.append(argument)
+        else:
+            grid[key] = text
     return free, grid
 
 
@@ -132,7 +129,6 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
     compared, for settings in which entries may not differ, for an unknown view, and where two
     entries have one name.
     """
-    refuse_settings_of_runs(grid)
     values = []
     for key, texts in grid.items():
         if key not in COMPARABLE:
@@ -141,18 +137,15 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
             )
         values.append([(key, parse(key, text)) for text in texts.split(",")])
     entries: dict[str, Entry] = {}
-    files: dict[str, Path] = {}  # of each run
     for text in configs:
         for combination in itertools.product(*values):
             entry = with_settings(parse_entry(text), dict(combination))
-            file = entry.file.resolve()
-            if entry.name in entries or files.setdefault(entry.run, file) != file:
+            if entry.name in entries:
                 raise UserError(
                     f"two entries are called {entry.name}: rename a file, or drop a value"
                 )
             entries[entry.name] = entry
-            if "seed" in read_file(str(entry.file)):
-                raise UserError(f"{entry.file} sets seed, but {OF_RUNS['seed']}")
+            refuse_seed(str(entry.file))
             try:
                 config = scale.run(entry, 0).config
                 check_attention(config)
@@ -171,8 +164,7 @@ def parse_entry(text: str) -> Entry:
     view = ""
     if ".py:" in text:
         path, _, view = text.rpartition(":")
-        if view not in FILE_VIEWS:
-            raise UserError(f"{text}: {view!r} must be one of {', '.join(FILE_VIEWS)}")
+        check_choice(f"{text}: view", view, FILE_VIEWS)
     file = Path(path)
     if file.is_dir():
         raise UserError(

@@ -5,7 +5,7 @@ All tables share the runs: OUT/<scale>/<run>/seed<seed>.
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,15 +24,6 @@ T6 = (FILES["t6"], FILES["t6_lssar_p15"])  # whose heads differ from scale to sc
 FIRST_SEED = Config.seed
 # The settings that the command line may change: they do not change what is learned from a text.
 FREE = (*settings_in("machine", "logs"), "timeout", "data_dir")
-
-# What each run of a table has for itself, and what to use instead.
-OF_RUNS = {
-    "seed": "--seeds 3 trains three seeds",
-    "out_dir": "--out DIR is the folder of all runs",
-    "name": "a run is named after its config file and settings",
-    "resume": "the same command continues its runs",
-    "dry_run": "--plan prints what the runs would cost",
-}
 
 # Values of p, in training and of evaluations with another p.
 POWERS = (1, 2, 3, 5, 10, 15, 20, 30, 50, 100)
@@ -225,7 +216,7 @@ class Scale:
     name: str
     arguments: tuple[str, ...]
     out: Path  # the command's --out
-    planned: dict[tuple[str, int], PlannedRun] = field(default_factory=dict, compare=False)
+    planned: dict[tuple[str, Path, int], PlannedRun] = field(default_factory=dict, compare=False)
 
     @cached_property
     def config(self) -> Config:
@@ -249,7 +240,7 @@ class Scale:
         So a config file that is edited while a command trains changes nothing in its table. Raises
         UserError if the entry's settings contradict the scale's.
         """
-        key = (entry.run, seed)
+        key = (entry.run, entry.file, seed)
         if key not in self.planned:
             self.planned[key] = self.plan(entry, seed)
         return self.planned[key]
@@ -277,7 +268,7 @@ def open_scale(name: str, out: str, settings: Sequence[str] = ()) -> Scale:
     """Return the scale of --scale: 124m (the defaults), a config file, or a path in configs/scales.
 
     `settings` are arguments of train.py for all runs. Raises UserError for settings that are not
-    FREE; the scale's config raises it for an unknown file.
+    FREE, for an unknown file, and for one that sets seed.
     """
     require_free(settings)
     if name == "124m":
@@ -285,33 +276,27 @@ def open_scale(name: str, out: str, settings: Sequence[str] = ()) -> Scale:
     file = name
     if not name.endswith(".py"):
         file = os.path.relpath(CONFIGS / "scales" / f"{name}.py")
+    refuse_seed(file)
     return Scale(Path(file).stem, (file, *settings), Path(out))
 
 
-def refuse_settings_of_runs(keys: Iterable[str]) -> None:
-    """Raise UserError for a setting that each run of a table has for itself."""
-    for key in keys:
-        if key in OF_RUNS:
-            raise UserError(f"--{key} cannot be set: each run has its own; {OF_RUNS[key]}")
-
-
 def require_free(settings: Sequence[str]) -> None:
-    """Raise UserError for settings that the command line may not change."""
-    refuse_settings_of_runs(map(key_of, settings))
+    """Raise UserError for arguments that are not settings, and for settings that are not FREE."""
     for argument in settings:
         if not argument.startswith("--"):
             raise UserError(
                 f"{argument} is no setting --key=value; scripts.compare takes config files"
             )
-        key = key_of(argument)
-        if key in FREE:
-            continue
+        key = argument.partition("=")[0].removeprefix("--")
         require_known_setting(key, "the command line")
-        raise UserError(
-            f"--{key} cannot be set here, but in a file for --scale FILE.py; "
-            f"only {', '.join(sorted(FREE))} can"
-        )
+        if key not in FREE:
+            raise UserError(
+                f"--{key} cannot be set here, but in a file for --scale FILE.py; "
+                f"only {', '.join(sorted(FREE))} can"
+            )
 
 
-def key_of(argument: str) -> str:
-    return argument.partition("=")[0].removeprefix("--")
+def refuse_seed(file: str) -> None:
+    """Raise UserError for a config file that sets seed, which differs from run to run."""
+    if "seed" in read_file(file):
+        raise UserError(f"{file} sets seed, which --seeds chooses: --seeds 3 trains three seeds")
