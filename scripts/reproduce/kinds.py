@@ -24,7 +24,6 @@ from scripts.recall import (
     PERCENT,
     Recall,
     chance_label,
-    chances,
     has_learned,
 )
 from scripts.reproduce import pictures
@@ -286,7 +285,7 @@ def accuracies_if_learned(measured: dict) -> list[float | None]:
 def recall_remarks(table: dict) -> list[str]:
     """State the level of chance, what a dash means, and the error of sampling."""
     measured = next(iter(pictures.first_seeds(table).values()))
-    levels = [f"{level:.1f}" for level in chances(measured, pictures.lengths_of(table))]
+    levels = [f"{level:.1f}" for level in pictures.chance_levels(table)]
     multiples = [f"{multiple:g}x" for multiple in table["multiples"]]
     meaning = chance_label(measured["recall"])
     sentences = [f"Chance (dashed) is {', '.join(levels)} at {', '.join(multiples)}: {meaning}."]
