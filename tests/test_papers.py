@@ -70,7 +70,7 @@ def test_a_variant_is_crossed_with_qk_norm_and_the_share_of_pairs(variant):
     """Whatever its config file has."""
     scale = open_scale("tiny_muon", "out")
     crossed = set()
-    for entry in NORM_AND_PAIRS[variant]:
+    for entry in NORM_AND_PAIRS[variant].values():
         config = scale.run(entry, 1337).config
         assert config.attention == load_config([str(entry.file)]).attention
         crossed.add((config.qk_norm, config.rope_share, entry.name.endswith(":plain_rope")))

@@ -264,10 +264,9 @@ def test_an_entry_called_as_a_config_is_this_config(monkeypatch, tmp_path):
     for name, file in FILES.items():
         assert config_entry(name).file == file
     scale = open_scale("tiny", "out")
-    by_positions = tables.by_positions("softmax")
     for entry in (
-        by_positions["no positions"],
-        by_positions["ALiBi"],
+        tables.RECALL["no positions"]["softmax"],
+        tables.RECALL["ALiBi"]["softmax"],
         hybrid("ssmax"),
         with_p("lssar", 3),
         with_p("softmax", 15),

@@ -90,12 +90,12 @@ def with_dynamic_ntk(*configs: str) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def at_other_p(name: str, *powers: int) -> tuple[Entry, ...]:
-    """Return the entries of a config as it was trained, and evaluated with these p."""
-    entries = [config_entry(name)]
+def at_other_p(name: str, *powers: int) -> dict[str, Entry]:
+    """Return the entries of a config as it was trained, and evaluated with these p, by label."""
+    entries = {"as trained": config_entry(name)}
     for p in powers:
-        entries.append(config_entry(name, f"p{p}"))
-    return tuple(entries)
+        entries[f"p{p}"] = config_entry(name, f"p{p}")
+    return entries
 
 
 def config_with(name: str, run: str, **settings: Any) -> Entry:
@@ -127,13 +127,17 @@ def hybrid(config: str) -> Entry:
     return replace(entry, scaled=partial(windows_at_scale, FILES["hybrid"]))
 
 
-def all_entries(groups: Mapping[str, Sequence[Entry]]) -> tuple[Entry, ...]:
-    """Return the entries of all groups, each once."""
-    by_name = {}
-    for entries in groups.values():
-        for entry in entries:
-            by_name[entry.name] = entry
-    return tuple(by_name.values())
+def by_name(*entries: Entry) -> dict[str, Entry]:
+    """Return entries by their names, for a panel of a picture."""
+    return {entry.name: entry for entry in entries}
+
+
+def all_entries(panels: Mapping[str, Mapping[Any, Entry]]) -> tuple[Entry, ...]:
+    """Return the entries of all panels, each once."""
+    entries: dict[str, Entry] = {}
+    for panel in panels.values():
+        entries |= by_name(*panel.values())
+    return tuple(entries.values())
 
 
 # ---- SSMax's swaps of attention in a trained model, and its probe ----

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from scripts import eval_length
 from scripts.attention_maps import AttentionMaps
-from scripts.common.plots import Curve, draw_curves, heat_map
+from scripts.common.plots import Curve, draw_curves
 from scripts.common.tables import ranged
 from scripts.physics import plot_forces
 from scripts.recall import chance_label, chances
@@ -20,6 +20,7 @@ APART = ", apart"  # ends the names of columns of losses within documents
 LENGTH = "tokens, in multiples of the training length"
 
 Draw = Callable[[dict], Pictures]
+Panels = Mapping[str, Mapping[str, Entry]]  # title -> label of a curve -> entry
 
 
 # ---- means over seeds, and their standard deviation ----
@@ -120,119 +121,48 @@ def together(table: dict) -> Figure:
     return draw_curves(panels, LENGTH, table["unit"], "x", sharey=sharey)
 
 
-# (name of a row, row) -> title of a panel -> the row's label in it
-Places = Callable[[str, dict], Mapping[str, str]]
-
-
-def in_panels(places: Places) -> Callable[[dict], Figure]:
-    """Draw the rows in several panels; a row may be in more than one."""
+def in_panels(panels: Panels) -> Draw:
+    """Draw the entries of each panel that the table has; an entry may be in several panels."""
 
     def draw(table: dict) -> Figure:
-        panels: dict[str, list[Curve]] = {}
-        for name, row in table["rows"].items():
-            for title, label in places(name, row).items():
-                panels.setdefault(title, []).extend(curves_of(table, label, row))
-        chance = level_of_chance(table)
-        for curves in panels.values():
-            curves.extend(chance)
-        return draw_curves(panels, LENGTH, table["unit"], "x")
+        rows = table["rows"]
+        curves_in: dict[str, list[Curve]] = {}
+        for title, entries in panels.items():
+            curves = []
+            for label, entry in entries.items():
+                if entry.name in rows:
+                    curves += curves_of(table, label, rows[entry.name])
+            if curves:
+                curves_in[title] = curves + level_of_chance(table)
+        return draw_curves(curves_in, LENGTH, table["unit"], "x")
 
     return draw
 
 
-def by_run(name: str, row: dict) -> dict[str, str]:
-    """Place a row in the panel of its run, under the name of its view."""
-    run, _, view = name.partition(":")
-    return {run: view or "as trained"}
-
-
-def variant_and_p(name: str, row: dict) -> tuple[str, float | None]:
-    """Return the variant of a row, and the p that re-weights it, which its name may end with."""
-    p = row["runs"][0]["evaluation"]["p"]
-    if p is None:
-        return name, None
-    return name.removesuffix(f"_p{p:g}"), p
-
-
-def by_stage(name: str, row: dict) -> dict[str, str]:
-    """Place a row in the panel of its p, under the name of its variant."""
-    variant, p = variant_and_p(name, row)
-    if p is None:
-        return {"not re-weighted": variant}
-    return {f"re-weighted, p = {p:g}": variant}
-
-
-def by_kind(kinds: Mapping[str, Sequence[Entry]]) -> Places:
-    """Place a row in the panel of each of its kinds."""
-    names = {kind: [entry.name for entry in entries] for kind, entries in kinds.items()}
-    return lambda name, row: {kind: name for kind in names if name in names[kind]}
-
-
-Normalisers = Mapping[str, Mapping[str, Entry]]  # normaliser -> name of positions -> entry
-
-
-def recall_pictures(normalisers: Normalisers) -> Draw:
-    """Draw normalisers by positions at 16x, and curves by length, where all seeds learned."""
-    places = {}
-    for normaliser, by_positions in normalisers.items():
-        for positions, entry in by_positions.items():
-            places[entry.name] = {positions: normaliser}
-    by_length = in_panels(lambda name, row: places.get(name, {"others": name}))
+def over_p(panels: Mapping[str, Mapping[float, Entry]]) -> Draw:
+    """Draw a panel of entries by p for each variant, a curve for each column but the gain."""
 
     def draw(table: dict) -> Pictures:
-        rows = table["rows"]
-        learned = {name: row for name, row in rows.items() if None not in row["mean"]}
-        if not learned:
+        curves_in: dict[str, list[Curve]] = {}
+        for variant, entries in panels.items():
+            rows = {}
+            for p, entry in entries.items():
+                if entry.name in table["rows"]:
+                    rows[p] = table["rows"][entry.name]
+            if not rows:
+                continue
+            curves_in[variant] = []
+            for i, column in enumerate(table["columns"]):
+                if table["better"][i] == "lower":
+                    mean = [row["mean"][i] for row in rows.values()]
+                    deviation = [row["deviation"][i] for row in rows.values()]
+                    curve = with_band(table, column, list(rows), mean, deviation)
+                    curves_in[variant].append(curve)
+        if not curves_in:  # a table of the variants without p alone
             return {}
-        pictures = {"recall_by_length.png": by_length(table | {"rows": learned})}
-        at_16x = recall_at_16x(table, normalisers)
-        if at_16x is not None:
-            pictures["recall.png"] = at_16x
-        return pictures
+        return draw_curves(curves_in, "p", table["unit"], "x")
 
     return draw
-
-
-def recall_at_16x(table: dict, normalisers: Normalisers) -> Figure | None:
-    """Draw normalisers by positions; returns None if no entry of them has been run."""
-    column = table["multiples"].index(16)
-    rows = table["rows"]
-    shares: dict[str, list[float | None]] = {}
-    for normaliser, by_positions in normalisers.items():
-        names = [entry.name for entry in by_positions.values()]
-        if rows.keys().isdisjoint(names):
-            continue
-        shares[normaliser] = []
-        for name in names:
-            share = None
-            if name in rows and rows[name]["mean"][column] is not None:
-                share = rows[name]["mean"][column] / 100
-            shares[normaliser].append(share)
-    if not shares:
-        return None
-    title = f"recall at {table['columns'][column]} tokens; grey: not learned, or not run"
-    across = [positions.replace(" ", "\n") for positions in next(iter(normalisers.values()))]
-    return heat_map(title, shares, across, table["unit"], "", "")
-
-
-def loss_over_p(table: dict) -> Pictures:
-    """Draw a panel for each variant, a curve over p for each column but the gain."""
-    variants: dict[str, dict[float, dict]] = {}
-    for name, row in table["rows"].items():
-        variant, p = variant_and_p(name, row)
-        if p is not None:
-            variants.setdefault(variant, {})[p] = row
-    if not variants:
-        return {}
-    panels: dict[str, list[Curve]] = {}
-    for variant, rows in variants.items():
-        panels[variant] = []
-        for i, column in enumerate(table["columns"]):
-            if table["better"][i] == "lower":
-                mean = [row["mean"][i] for row in rows.values()]
-                deviation = [row["deviation"][i] for row in rows.values()]
-                panels[variant].append(with_band(table, column, list(rows), mean, deviation))
-    return draw_curves(panels, "p", table["unit"], "x")
 
 
 # ---- the first seed ----

@@ -36,6 +36,7 @@ from scripts.reproduce.entries import (
     Entry,
     all_entries,
     at_other_p,
+    by_name,
     config_entries,
     config_entry,
     config_with,
@@ -65,62 +66,51 @@ from scripts.weights_by_distance import WeightsByDistance, mean_shares, positive
 # ---- the entries of larger tables ----
 
 TABLE1 = LSSAR["table1"]
-# What users pick instead of LSSAR: a panel of the league's picture for each kind.
+# What users pick instead of LSSAR: a panel for each kind.
 LEAGUE = {
-    "LSSAR's paper": config_entries(*TABLE1["rows"]),
-    "scales and norms": config_entries(
-        "softmax", "softmax_logn", "ssmax", "ssmax_fixed", "qk_norm", "softcap"
+    "LSSAR's paper": by_name(*config_entries(*TABLE1["rows"])),
+    "scales and norms": by_name(
+        *config_entries("softmax", "softmax_logn", "ssmax", "ssmax_fixed", "qk_norm", "softcap")
     ),
-    "positions": (
+    "positions": by_name(
         *config_entries("softmax", "softmax_alibi", "softmax_nope"),
         *with_dynamic_ntk("swa", "hybrid", "hybrid_ssmax", "hybrid_lssar_p5"),
     ),
-    "sinks and gates": config_entries(
-        "softmax", "softmax_off_by_one", "softmax_sink", "softpick", "gated", "fox"
+    "sinks and gates": by_name(
+        *config_entries("softmax", "softmax_off_by_one", "softmax_sink", "softpick", "gated", "fox")
     ),
-    "whole rows": (
+    "whole rows": by_name(
         config_entry("softmax"),
         config_entry("softmax", view="adaptive_temperature"),
         *config_entries("sparsemax", "entmax15", "asentmax", "stick_breaking"),
     ),
 }
 
-P_SWEEP = (
-    config_entry("lssa"),
-    *(with_p("lssar", p) for p in POWERS),
-    config_entry("softmax"),
-    *(with_p("softmax", p) for p in POWERS),
-)
-P_AT_EVALUATION = (
-    *at_other_p("lssa", 3, 15),
-    *at_other_p("lssar_p3", 1, 5, 15),
-    *at_other_p("lssar_p15", 1, 3, 5, 10, 20, 30),
-)
-
-
-def with_and_without_p(variant: str) -> tuple[Entry, ...]:
-    """Return a variant without re-weighting, and re-weighted with two p."""
-    return (config_entry(variant), with_p(variant, 3), with_p(variant, 15))
-
+P_SWEEP = {
+    variant: {float(p): with_p(variant, p) for p in POWERS} for variant in ("lssar", "softmax")
+}
+P_AT_EVALUATION = {
+    "lssa": at_other_p("lssa", 3, 15),
+    "lssar_p3": at_other_p("lssar_p3", 1, 5, 15),
+    "lssar_p15": at_other_p("lssar_p15", 1, 3, 5, 10, 20, 30),
+}
 
 # {exp, softplus} x {1 / sqrt d, log n / sqrt d, log d log n cos} x {no stage 2, p = 3, p = 15}
-COMPONENTS = (
-    *with_and_without_p("softmax"),
-    *with_and_without_p("ssmax_fixed"),
-    *with_and_without_p("softmax_cosine"),
-    *with_and_without_p("phi_softplus"),
-    *with_and_without_p("softplus_logn"),
-    *config_entries("lssa", "lssar_p3", "lssar_p15", "lssa_threshold"),
-)
+PARTS = ("softmax", "ssmax_fixed", "softmax_cosine", "phi_softplus", "softplus_logn")
+COMPONENTS = {
+    "not re-weighted": by_name(*config_entries(*PARTS, "lssa", "lssa_threshold")),
+    "re-weighted, p = 3": {variant: with_p(variant, 3) for variant in (*PARTS, "lssar")},
+    "re-weighted, p = 15": {variant: with_p(variant, 15) for variant in (*PARTS, "lssar")},
+}
 
-ROPES = tuple(
-    config_entry(name, view)
+SCALINGS = ("plain_rope", "linear", "dynamic_ntk", "yarn", "ntk16")
+ROPES = {
+    name: {scaling: config_entry(name, scaling) for scaling in SCALINGS}
     for name in ("softmax", "ssmax", "lssar_p15")
-    for view in ("plain_rope", "linear", "dynamic_ntk", "yarn", "ntk16")
-)
+}
 
 
-def normed_and_partial(config: str) -> tuple[Entry, ...]:
+def normed_and_partial(config: str) -> dict[str, Entry]:
     """Return a config with and without QK norm, with RoPE on all pairs of a head and on half."""
     entries = []
     for name, qk_norm, rope_share in (
@@ -132,7 +122,7 @@ def normed_and_partial(config: str) -> tuple[Entry, ...]:
         run = f"{config}_{name}"
         entry = config_with(config, run, qk_norm=qk_norm, rope_share=rope_share)
         entries += [entry, replace(entry, view="plain_rope")]
-    return tuple(entries)
+    return by_name(*entries)
 
 
 NORM_AND_PAIRS = {
@@ -141,7 +131,7 @@ NORM_AND_PAIRS = {
 }
 
 
-def by_documents(config: str, *views: str) -> tuple[Entry, ...]:
+def by_documents(config: str, *views: str) -> dict[str, Entry]:
     """Return a config with and without document_mask, in the stream and in aligned windows.
 
     Each is evaluated in its default way, and in these.
@@ -156,7 +146,7 @@ def by_documents(config: str, *views: str) -> tuple[Entry, ...]:
         run = f"{config}_{name}"
         entry = config_with(config, run, document_mask=mask, align_documents=align)
         entries += [replace(entry, view=view) for view in ("", *views)]
-    return tuple(entries)
+    return by_name(*entries)
 
 
 DOCUMENTS = {
@@ -165,17 +155,6 @@ DOCUMENTS = {
     "lssar_p15": by_documents("lssar_p15"),
     "hybrid_ssmax": by_documents("hybrid_ssmax", "dynamic_ntk"),
 }
-
-
-def by_positions(normaliser: str) -> dict[str, Entry]:
-    """Return the entries of a normaliser, by what their positions are called."""
-    return {
-        "RoPE, scaled": config_entry(normaliser),
-        "RoPE, plain": config_entry(normaliser, view="plain_rope"),
-        "no positions": config_with(normaliser, f"{normaliser}_nope", positions="none"),
-        "ALiBi": config_with(normaliser, f"{normaliser}_alibi", positions="alibi"),
-        "hybrid": hybrid(normaliser),
-    }
 
 
 NORMALISERS = (
@@ -189,7 +168,19 @@ NORMALISERS = (
     "sparsemax",
     "entmax15",
 )
-RECALL_ENTRIES = {normaliser: by_positions(normaliser) for normaliser in NORMALISERS}
+RECALL = {
+    "RoPE, scaled": {name: config_entry(name) for name in NORMALISERS},
+    "RoPE, plain": {name: config_entry(name, view="plain_rope") for name in NORMALISERS},
+    "no positions": {
+        name: config_with(name, f"{name}_nope", positions="none") for name in NORMALISERS
+    },
+    "ALiBi": {name: config_with(name, f"{name}_alibi", positions="alibi") for name in NORMALISERS},
+    "hybrid": {name: hybrid(name) for name in NORMALISERS},
+    "others": by_name(
+        *config_entries("stick_breaking", "fox", "asentmax", "softpick"),
+        *config_entries("swa", "gated", "qk_norm"),
+    ),
+}
 
 TEXT_AND_RECALL = (
     config_entry("softmax"),
@@ -199,7 +190,7 @@ TEXT_AND_RECALL = (
 COPIES = (
     *TEXT_AND_RECALL,
     config_entry("ssmax"),
-    RECALL_ENTRIES["ssmax"]["no positions"],
+    RECALL["no positions"]["ssmax"],
     *config_entries("lssar_p15", "stick_breaking", "fox"),
 )
 
@@ -354,41 +345,41 @@ EXPERIMENTS = {
     ),
     "p_sweep": loss_and_gain(
         title="LSSAR Appendix B.1.4, loss by p",
-        entries=P_SWEEP,
-        draw=pictures.loss_over_p,
+        entries=(*config_entries("lssa", "softmax"), *all_entries(P_SWEEP)),
+        draw=pictures.over_p(P_SWEEP),
         paper=TABLE1,
         note="The paper has only curves here; its values are of its Table 1.",
     ),
     "p_at_evaluation": loss_and_gain(
         title="Is it the training or the sharpening: other p than in training",
-        entries=P_AT_EVALUATION,
-        draw=in_panels(pictures.by_run),
+        entries=all_entries(P_AT_EVALUATION),
+        draw=in_panels(P_AT_EVALUATION),
         paper=TABLE1,
     ),
     "components": loss_and_gain(
         title="LSSAR taken apart: phi, scale and re-weighting",
-        entries=COMPONENTS,
-        draw=in_panels(pictures.by_stage),
+        entries=all_entries(COMPONENTS),
+        draw=in_panels(COMPONENTS),
         paper=TABLE1,
         note="docs/results.md, LSSAR taken apart, has phi and the scale of each entry.",
     ),
     "rope": loss_and_gain(
         title="RoPE scalings and variants",
-        entries=ROPES,
-        draw=in_panels(pictures.by_run),
+        entries=all_entries(ROPES),
+        draw=in_panels(ROPES),
         note="Linear scaling and YaRN take s = length / training length, `ntk16` always s = 16.",
     ),
     "norm_and_pairs": loss_and_gain(
         title="QK norm, and the share of a head's pairs that RoPE turns",
         entries=all_entries(NORM_AND_PAIRS),
-        draw=in_panels(pictures.by_kind(NORM_AND_PAIRS)),
+        draw=in_panels(NORM_AND_PAIRS),
         note="RoPE rotates all frequency pairs of a head, or the half with higher frequencies.",
     ),
     "documents": loss_joined_and_apart(
         title="Attention within documents, and windows that begin at a document",
         entries=all_entries(DOCUMENTS),
         multiples=(1, 4, 16),
-        draw=in_panels(pictures.by_kind(DOCUMENTS)),
+        draw=in_panels(DOCUMENTS),
         note=(
             "`apart`: trained with document_mask, `joined`: without; `aligned`: with "
             "align_documents. Each run is measured across documents and, in the last columns, "
@@ -398,14 +389,14 @@ EXPERIMENTS = {
     "league": loss_and_gain(
         title="What users pick instead",
         entries=all_entries(LEAGUE),
-        draw=in_panels(pictures.by_kind(LEAGUE)),
+        draw=in_panels(LEAGUE),
         paper=TABLE1,
     ),
     "headroom": HEADROOM,
     "league_passkey": passkeys(
         title="What users pick instead, passkey retrieval",
         entries=tuple(entry for entry in all_entries(LEAGUE) if not entry.view),
-        draw=in_panels(pictures.by_kind(LEAGUE)),
+        draw=in_panels(LEAGUE),
     ),
     "t6": loss_and_gain(
         title="T6: queries, keys and values from factors, with softmax and with LSSAR",
@@ -428,14 +419,10 @@ EXPERIMENTS = {
     ),
     "recall": recall(
         title="Recall of what lies far away",
-        entries=(
-            *(entry for entries in RECALL_ENTRIES.values() for entry in entries.values()),
-            *config_entries("stick_breaking", "fox", "asentmax", "softpick"),
-            *config_entries("swa", "gated", "qk_norm"),
-        ),
+        entries=all_entries(RECALL),
         multiples=Recall.multiples,
         values=accuracies_if_learned,
-        draw=pictures.recall_pictures(RECALL_ENTRIES),
+        draw=in_panels(RECALL),
         note=(
             "`_nope` has no positions, `hybrid_` none in half of the heads; the others are softmax "
             "with RoPE over a quarter of 1x."
@@ -457,7 +444,7 @@ EXPERIMENTS = {
         entries=all_entries(DOCUMENTS),
         multiples=(1, 2, 4, 16),
         values=all_accuracies,
-        draw=in_panels(pictures.by_kind(DOCUMENTS)),
+        draw=in_panels(DOCUMENTS),
         better="higher",
         note=(
             "`apart`: trained with document_mask, `joined`: without; `aligned`: with "
