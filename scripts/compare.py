@@ -48,9 +48,9 @@ from scripts.common.command_line import parse_lengths
 from scripts.common.labels import shorten
 from scripts.eval_length import UNIT
 from scripts.recall import Recall
-from scripts.reproduce import beside, kinds, metrics, pictures
+from scripts.reproduce import committed_tables, kinds, metrics, pictures
 from scripts.reproduce.entries import (
-    FREE,
+    SETTABLE,
     VIEWS,
     Entry,
     Scale,
@@ -84,14 +84,15 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="show no committed results")
     options, rest = parser.parse_known_args()
     configs = [text for text in rest if not text.startswith("--")]
-    free, grid = read_settings([text for text in rest if text.startswith("--")])
+    settings, grid = read_settings([text for text in rest if text.startswith("--")])
     if not configs:
         raise UserError("no config to train: give files, such as configs/softmax.py mine.py")
-    scale = open_scale(options.scale, options.out, free)
+    scale = open_scale(options.scale, options.out, settings)
     entries = entries_of(scale, configs, grid)
     experiment = build_experiment(scale, entries, options.lengths)
     if not options.alone:
-        experiment = replace(experiment, beside=beside.find(scale, experiment))
+        committed = committed_tables.find(scale, experiment)
+        experiment = replace(experiment, committed=committed)
     for sentence in scaled_windows(scale, entries):
         print(sentence)
     words = ["compare"]
@@ -107,7 +108,7 @@ def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
 
     Raises UserError for what is no setting, and for a setting without a value.
     """
-    free = []
+    settings = []
     grid = {}
     for argument in arguments:
         key, equals, text = argument.removeprefix("--").partition("=")
@@ -115,11 +116,11 @@ def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
         require_known_setting(key, "the command line", options)
         if not equals:
             raise UserError(f"--{key} needs its values after an equals sign: --{key}=VALUE,VALUE")
-        if key in FREE:
-            free.append(argument)
+        if key in SETTABLE:
+            settings.append(argument)
         else:
             grid[key] = text
-    return free, grid
+    return settings, grid
 
 
 def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[Entry, ...]:

@@ -12,7 +12,7 @@ from runtime import run_folder
 from scripts import compare
 from scripts.common.tables import summarise
 from scripts.recall import Recall
-from scripts.reproduce import beside, kinds, planned, rebuild, report
+from scripts.reproduce import committed_tables, kinds, planned, rebuild, report
 from scripts.reproduce.entries import open_scale
 from tests.helpers import (
     CONFIGS,
@@ -363,7 +363,7 @@ def recall_of(lengths):
 @pytest.fixture
 def commit(tmp_path, monkeypatch):
     """Commit a table of two entries and two seeds, as an experiment would make it at a scale."""
-    monkeypatch.setattr(beside, "ROOT", tmp_path)
+    monkeypatch.setattr(committed_tables, "ROOT", tmp_path)
 
     def write(scale, experiment, **measured):
         rows = {}
@@ -378,7 +378,7 @@ def commit(tmp_path, monkeypatch):
             "columns": report.column_names(experiment, scale.config),
             "multiples": list(LENGTHS),
             "rows": rows,
-            "conditions": beside.conditions(scale, ()),
+            "conditions": committed_tables.conditions(scale, ()),
         }
         folder = tmp_path / "results/small/committed"
         folder.mkdir(parents=True)
@@ -425,7 +425,7 @@ def test_committed_rows_stand_beside_a_single_config(
     # an entry takes the place of its namesake
     table["rows"]["softmax"] = table["rows"]["mine"]
     source = committed | {"folder": "results/small/committed"}
-    assert list(beside.with_columns(source, table)["rows"]) == ["lssar_p15"]
+    assert list(committed_tables.with_columns(source, table)["rows"]) == ["lssar_p15"]
     assert "beside" not in read_table(compared(mine, *arguments, "--alone"))
 
 
@@ -441,7 +441,7 @@ def test_a_committed_gain_at_another_length_is_left_out():
     for multiples, expected in (([1, 16], [3.0, 4.0, -0.1]), ([1, 2], [3.0, None, None])):
         longest = f"{multiples[-1]}x, {64 * multiples[-1]:,}"
         table = {"multiples": multiples, "columns": ["1x, 64", longest, gain], "rows": {}}
-        rows = beside.with_columns(committed, table)["rows"]
+        rows = committed_tables.with_columns(committed, table)["rows"]
         assert rows["softmax"]["mean"] == expected
 
 
@@ -479,7 +479,7 @@ def test_results_of_another_experiment_are_not_shown(
     folder = tmp_path / "results/small/committed"
     (folder / "table.json").write_text(json.dumps(committed))
     scale = open_scale(str(recall_scale), "out")
-    assert beside.find(scale, recall_of(LENGTHS)) is None
+    assert committed_tables.find(scale, recall_of(LENGTHS)) is None
     sentence = f"results/small/committed is not shown: it {says}\n" if says else ""
     assert capsys.readouterr().out == sentence
 
@@ -496,7 +496,7 @@ def test_results_of_another_training_are_not_shown(committed, recall_scale, mine
     def is_shown(configs, grid):
         entries = compare.entries_of(scale, configs, grid)
         experiment = replace(recall_of(LENGTHS), entries=entries)
-        return beside.find(scale, experiment) is not None
+        return committed_tables.find(scale, experiment) is not None
 
     assert is_shown([mine], {"n_layer": "1,2"})
     assert not is_shown([mine, str(longer)], {})
@@ -510,7 +510,7 @@ def test_losses_on_other_text_are_not_shown(commit, scale, shards, tmp_path, cap
     data = shutil.copytree(shards, tmp_path / "data")
 
     def find():
-        return beside.find(
+        return committed_tables.find(
             open_scale(str(scale), "out", settings=[f"--data_dir={data}"]), experiment
         )
 
@@ -531,6 +531,6 @@ def test_losses_on_other_text_are_not_shown(commit, scale, shards, tmp_path, cap
 def test_the_committed_tables_of_recall_are_comparable(name, capsys):
     """The scale, the sequences and the measurement are still those of the committed results."""
     experiment = recall_of(Recall.multiples)
-    table = beside.find(open_scale(f"recall/{name}", "out"), experiment)
+    table = committed_tables.find(open_scale(f"recall/{name}", "out"), experiment)
     assert capsys.readouterr().out == ""
     assert table["folder"] == f"results/{name}/recall"

@@ -1,4 +1,4 @@
-"""What --plan prints beside runs and tokens: missing data, disk and FLOP."""
+"""What --plan prints besides runs and tokens: missing data, disk and FLOP."""
 
 import shutil
 from collections.abc import Sequence

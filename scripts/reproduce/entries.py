@@ -23,7 +23,7 @@ FILES = {path.stem: path for path in (*CONFIGS.glob("*.py"), *CONFIGS.glob("abla
 T6 = (FILES["t6"], FILES["t6_lssar_p15"])  # whose heads differ from scale to scale
 FIRST_SEED = Config.seed
 # The settings that the command line may change: they do not change what is learned from a text.
-FREE = (*settings_in("machine", "logs"), "timeout", "data_dir")
+SETTABLE = (*settings_in("machine", "logs"), "timeout", "data_dir")
 
 # Values of p, in training and of evaluations with another p.
 POWERS = (1, 2, 3, 5, 10, 15, 20, 30, 50, 100)
@@ -272,9 +272,9 @@ def open_scale(name: str, out: str, settings: Sequence[str] = ()) -> Scale:
     """Return the scale of --scale: 124m (the defaults), a config file, or a path in configs/scales.
 
     `settings` are arguments of train.py for all runs. Raises UserError for settings that are not
-    FREE, for an unknown file, and for one that sets seed.
+    SETTABLE, for an unknown file, and for one that sets seed.
     """
-    require_free(settings)
+    require_settable(settings)
     if name == "124m":
         return Scale(name, tuple(settings), Path(out))
     file = name
@@ -284,8 +284,8 @@ def open_scale(name: str, out: str, settings: Sequence[str] = ()) -> Scale:
     return Scale(Path(file).stem, (file, *settings), Path(out))
 
 
-def require_free(settings: Sequence[str]) -> None:
-    """Raise UserError for arguments that are not settings, and for settings that are not FREE."""
+def require_settable(settings: Sequence[str]) -> None:
+    """Raise UserError for arguments that are no settings, or settings that are not SETTABLE."""
     for argument in settings:
         if not argument.startswith("--"):
             raise UserError(
@@ -293,10 +293,10 @@ def require_free(settings: Sequence[str]) -> None:
             )
         key = argument.partition("=")[0].removeprefix("--")
         require_known_setting(key, "the command line")
-        if key not in FREE:
+        if key not in SETTABLE:
             raise UserError(
                 f"--{key} cannot be set here, but in a file for --scale FILE.py; "
-                f"only {', '.join(sorted(FREE))} can"
+                f"only {', '.join(sorted(SETTABLE))} can"
             )
 
 

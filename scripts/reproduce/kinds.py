@@ -143,12 +143,12 @@ def loss_by_position(
     multiple: float,
     sequences: int | None = None,
     note: str = "",
-    **opened: Any,
+    **rope_options: Any,
 ) -> Experiment:
     """Measure the loss at every position of windows of one length; columns are around positions.
 
-    There are `sequences` windows, or as many as the validation text has. `opened` are options of
-    the runs' RoPE.
+    There are `sequences` windows, or as many as the validation text has. `rope_options` are
+    options of the evaluation.
     """
     shown = (0.5, 1, 2, 4, 8, 16)
 
@@ -156,7 +156,7 @@ def loss_by_position(
         length = in_tokens(multiple, config)
         tokens = sequences * length if sequences else config.val_tokens
         return LossByLength(
-            lengths=(length,), tokens=tokens, per_position=True, documents="trained", **opened
+            lengths=(length,), tokens=tokens, per_position=True, documents="trained", **rope_options
         )
 
     def values(measured: dict) -> list[float]:

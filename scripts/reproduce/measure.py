@@ -64,7 +64,7 @@ class Experiment:
     note: str = ""
     remarks: Callable[[dict], Sequence[str]] = lambda table: ()  # sentences on a table
     baseline: str = ""  # the entry that the others are compared with, seed by seed
-    beside: dict | None = None  # a committed table, with its folder, whose rows are shown too
+    committed: dict | None = None  # a table, with its folder, whose rows are shown too
 
     def multiples_at(self, config: Config) -> Multiples:
         """The columns that are lengths, in multiples of the training length."""

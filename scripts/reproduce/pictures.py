@@ -37,7 +37,7 @@ def curves_of(table: dict, label: str, summary: dict) -> list[Curve]:
     return curves
 
 
-def curves_beside(table: dict) -> list[Curve]:
+def committed_curves(table: dict) -> list[Curve]:
     """Return the curves of the committed rows that the table has beside its own."""
     if "beside" not in table:
         return []
@@ -100,7 +100,7 @@ def together(table: dict) -> Figure:
     The level of chance is a dashed line. Committed rows are behind the entries.
     """
     x = table["multiples"]
-    own = curves_beside(table)
+    own = committed_curves(table)
     paper = []
     differences = []
     for name, row in table["rows"].items():

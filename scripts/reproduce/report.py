@@ -4,7 +4,7 @@ A table has the keys of scripts.common.tables, and
 
     name, scale, paper_scale, unit
     multiples   of the training length, the first columns; null where columns are no lengths
-    conditions  of its runs, as scripts.reproduce.beside has them
+    conditions  of its runs, as scripts.reproduce.committed_tables has them
     beside      the folder of a committed table, and its rows with these columns
     not_run     names of entries
     failures    sentences
@@ -28,7 +28,7 @@ from scripts.common.papers import TOKENIZER, TRAINED_LENGTH
 from scripts.common.plots import save_picture
 from scripts.common.tables import paired, ranged, spread, summarise, write
 from scripts.eval_length import error_range
-from scripts.reproduce import beside
+from scripts.reproduce import committed_tables
 from scripts.reproduce.cost import print_cost
 from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
 from scripts.reproduce.headroom import HEADROOM, LONGER, available, by_seed
@@ -155,9 +155,9 @@ def build_table(work: Work, failures: list[str]) -> dict:
         "failures": failures,
     }
     if not experiment.compute:
-        table["conditions"] = beside.conditions(work.scale, experiment.entries)
-    if experiment.beside is not None:
-        table["beside"] = beside.with_columns(experiment.beside, table)
+        table["conditions"] = committed_tables.conditions(work.scale, experiment.entries)
+    if experiment.committed is not None:
+        table["beside"] = committed_tables.with_columns(experiment.committed, table)
     sentences = caption(table, work)
     if GAIN in experiment.columns:
         sentences += add_headroom(table, work)

@@ -1,4 +1,4 @@
-"""Committed results beside a comparison's entries, if they come from the same experiment.
+"""Committed tables beside a comparison's entries, if they come from the same experiment.
 
 table.json records the conditions of its runs: the settings of the scale that affect what a run
 learns, the identity of the data (for recall, a hash of its sequences), and in which settings of
@@ -43,11 +43,11 @@ def conditions(scale: Scale, entries: Sequence[Entry]) -> dict:
     return {
         "settings": {key: settings[key] for key in LEARNED if key not in ("seed", "data_dir")},
         "data": identity_of(config),
-        "differing": sorted({key for key, _, _ in trainings(scale, entries)}),
+        "differing": sorted({key for key, _, _ in training_changes(scale, entries)}),
     }
 
 
-def trainings(scale: Scale, entries: Sequence[Entry]) -> Iterator[tuple[str, Any, Entry]]:
+def training_changes(scale: Scale, entries: Sequence[Entry]) -> Iterator[tuple[str, Any, Entry]]:
     """Yield each setting of the training that an entry changes, its value, and the entry."""
     for entry in entries:
         with suppress(UserError):  # as a quarter of two heads, which is not trained either
@@ -102,7 +102,7 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
     for name, value in now["data"].items():
         if name != "text" and before["data"].get(name) != value:  # not every folder has `text`
             return f"was trained on other {name}, by their hash"
-    change = next(trainings(scale, experiment.entries), None)
+    change = next(training_changes(scale, experiment.entries), None)
     if change is not None:
         key, value, entry = change
         expected = getattr(scale.config, key)
@@ -119,15 +119,15 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
     return None
 
 
-def with_columns(beside: dict, table: dict) -> dict:
+def with_columns(committed: dict, table: dict) -> dict:
     """Return the committed rows that have no namesake in a table, with its columns.
 
     A gain from context at another multiple of the training length is left out.
     """
-    same_longest = beside["multiples"][-1] == table["multiples"][-1]
-    columns = [without_remark(column) for column in beside["columns"]]
+    same_longest = committed["multiples"][-1] == table["multiples"][-1]
+    columns = [without_remark(column) for column in committed["columns"]]
     rows = {}
-    for name, row in beside["rows"].items():
+    for name, row in committed["rows"].items():
         if name in table["rows"]:
             continue
         runs = []
@@ -138,7 +138,7 @@ def with_columns(beside: dict, table: dict) -> dict:
             values = [value_of.get(without_remark(column)) for column in table["columns"]]
             runs.append(run | {"values": values})
         rows[name] = summarise(runs)
-    return {"folder": beside["folder"], "rows": rows}
+    return {"folder": committed["folder"], "rows": rows}
 
 
 def without_remark(column: str) -> str:
