@@ -120,9 +120,11 @@ def byte_offset(index: int) -> int:
     return HEADER_BYTES + index * TOKEN.itemsize
 
 
-def read_shard(path: str | Path, count: int = -1) -> Tokens:
-    """Read the first `count` tokens of a shard, or all, [n]; raises UserError as `count_tokens`."""
-    count_tokens(path)
+def read_shard(path: str | Path, at_most: int | None = None) -> Tokens:
+    """Read a shard's first tokens, or all, [n]; raises UserError as `count_tokens`."""
+    count = count_tokens(path)
+    if at_most is not None:
+        count = min(count, at_most)
     return np.fromfile(path, TOKEN, count, offset=HEADER_BYTES)
 
 
