@@ -21,7 +21,7 @@ class Attention(ReferenceAttention):
     """ReferenceAttention, computed by the path that `impl` names; 'auto' picks the fastest.
 
     For a single query k and v may be Factors. Raises UserError for a variant that `check_variant`
-    refuses, for a p or sink that the variant lacks or cannot have, and for a path that cannot
+    refuses, for a p, sink or s that the variant lacks or cannot have, and for a path that cannot
     compute the variant.
     """
 
@@ -43,10 +43,19 @@ class Attention(ReferenceAttention):
         if variant.needs_p and self.p is None:
             raise UserError(f"attention = {name!r} needs p, the power of its re-weighting: 3 or 15")
         if self.p is not None and not variant.takes_p:
-            raise UserError(f"attention = {name!r} cannot have p = {self.p}")
+            raise UserError(
+                f"attention = {name!r} cannot have p = {self.p}: re-weighting needs l1 and weights "
+                "that are never negative"
+            )
         check_choice("sink", settings.get("sink", "none"), ("none", "one", "learned"))
         if self.has_sink and not variant.takes_sink:
-            raise UserError(f"attention = {name!r} cannot have a sink")
+            raise UserError(
+                f"attention = {name!r} cannot have a sink, which needs l1 and a phi that is >= 0, "
+                "and > 0 at 0"
+            )
+        s = settings.get("s", 1.0)
+        if s != 1.0 and "s" not in variant.learnable:
+            raise UserError(f"attention = {name!r} cannot have s_init = {s}: it has no learned s")
         if self.p is not None and self.p < 1:  # masked keys, whose weight is 0, would have 0^0 = 1
             raise UserError(f"p = {self.p} must be at least 1")
         if impl == "triton" and (reason := variant_unsupported_reason(variant, self.head_size)):

@@ -1,18 +1,9 @@
 """The attention of a layer's heads, built from a Config and checked."""
 
-from collections.abc import Callable
-
-from attention import VARIANTS, Variant
+from attention import VARIANTS
 from attention_paths.module import Attention
 from config import Config
-from errors import UserError, check_choice
-
-# Which variants take a setting, and why the others do not.
-TAKES: dict[str, tuple[Callable[[Variant], bool], str]] = {
-    "p": (lambda v: v.takes_p, "re-weighting needs l1 and weights that are never negative"),
-    "sink": (lambda v: v.takes_sink, "it needs l1, and a phi that is >= 0, and > 0 at 0"),
-    "s_init": (lambda v: "s" in v.learnable, "it is the first value of a learned s"),
-}
+from errors import check_choice
 
 
 def build_attentions(config: Config, layer: int) -> list[Attention]:
@@ -21,10 +12,10 @@ def build_attentions(config: Config, layer: int) -> list[Attention]:
     With a local_window the heads with positions are softmax over that many keys, whatever attention
     the heads without positions have. Raises UserError if settings contradict the variant.
     """
-    check_settings(config)
+    check_choice("attention", config.attention, VARIANTS)
     if config.local_window is None:
         return [build_heads(config, range(config.n_head), config.layer_window(layer))]
-    local_config = config.replace(attention="softmax", p=None)
+    local_config = config.replace(attention="softmax", p=None, s_init=Config.s_init)
     all_heads = range(config.n_head)
     nope_heads = config.nope_heads(layer)
     groups = []
@@ -68,18 +59,3 @@ def alibi_heads(config: Config, heads: range) -> int:
     if config.positions != "alibi":
         return 0
     return len([head for head in heads if head >= config.nope_heads()])
-
-
-def check_settings(config: Config) -> None:
-    """Raise UserError for an unknown variant, and for a setting that the variant does not take."""
-    check_choice("attention", config.attention, VARIANTS)
-    variant = VARIANTS[config.attention]
-    for key, (takes, reason) in TAKES.items():
-        value = getattr(config, key)
-        if value == getattr(Config, key) or takes(variant):
-            continue
-        able = [name for name, other in VARIANTS.items() if takes(other)]
-        raise UserError(
-            f"attention = {config.attention!r} does not support {key} = {value}: {reason}, as in "
-            f"{', '.join(able)}"
-        )
