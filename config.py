@@ -65,7 +65,9 @@ class Config:
     )
     block_size: PositiveInt = setting(1024, "Training length in tokens.")
     window: PositiveInt | None = setting(
-        None, "Number of keys that a query sees, counting back from its own. None: all."
+        None,
+        "Number of keys that a query sees, counting back from its own; below 1, as a share of "
+        "block_size. None: all.",
     )
     window_pattern: str = setting(
         "",
@@ -93,8 +95,8 @@ class Config:
     )
     local_window: PositiveInt | None = setting(
         None,
-        "Makes a hybrid: heads with positions compute softmax over this many last keys, the other "
-        "heads compute `attention`. None: all heads compute `attention`.",
+        "Makes a hybrid: heads with positions compute softmax over this many last keys (below 1: "
+        "this share of block_size), the other heads compute `attention`. None: all heads do.",
     )
     softcap: PositiveFloat | None = setting(
         None, "c, which makes scores c tanh(score / c). Gemma 2: 50."
@@ -423,10 +425,13 @@ IS_WRONG = {"at least": operator.lt, "above": operator.le, "below": operator.ge}
 def check_each_setting(config: Config) -> None:
     """Raise UserError if a value has the wrong type or is out of range.
 
-    A whole number is stored as the setting's type: 3 for a float as 3.0, 1e3 for an int as 1000.
+    A whole number is stored as the setting's type: 3 for a float as 3.0, 1e3 for an int as 1000. A
+    window that is a share of block_size is stored as its number of tokens.
     """
     for key, hint in HINTS.items():
         value = getattr(config, key)
+        if key in ("window", "local_window") and isinstance(value, float) and 0 < value < 1:
+            value = max(1, int(value * config.block_size))  # block_size has been checked
         check_limits(key, value, hint)
         if type(value) is int and float in TYPES[key]:
             value = float(value)

@@ -2,4 +2,4 @@
 attention = "lssar"
 p = 5
 nope_share = 0.5
-local_window = 256
+local_window = 0.25  # of block_size

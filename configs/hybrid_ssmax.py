@@ -6,4 +6,4 @@
 # Results on text and recall in turn: docs/results.md, "Copies, and text with recall".
 attention = "ssmax"
 nope_share = 0.5
-local_window = 256
+local_window = 0.25  # of block_size

@@ -2,4 +2,4 @@
 # Results on text and recall in turn: docs/results.md, "Copies, and text with recall".
 attention = "ssmax"
 nope_share = 0.25
-local_window = 512
+local_window = 0.5  # of block_size

@@ -7,8 +7,7 @@ python -m scripts.compare configs/softmax.py configs/ssmax.py --positions=rope,n
 python -m scripts.compare configs/softmax.py configs/softmax.py:yarn --scale tiny
 
 Each config file is an entry, and with --SETTING=VALUE,VALUE each combination of a file and a value.
-A setting of a config file overrides the scale's. A window in a config file is for the file's
-block_size (1,024 unless it sets one) and is scaled to the scale's; one on the command line is not.
+A setting of a config file overrides the scale's.
 
 Beyond the training length RoPE is scaled by Dynamic NTK, except where windows keep every head with
 RoPE within it, as in hybrids. FILE.py:VIEW evaluates the same run in another way, such as yarn, or
@@ -43,7 +42,7 @@ from typing import Any
 from config import Config, settings_in
 from errors import UserError, check_choice, command
 from layers.heads import check_attention
-from runtime.config_files import format_value, parse, read_file, require_known_setting
+from runtime.config_files import format_value, parse, require_known_setting
 from scripts.common.command_line import parse_lengths
 from scripts.common.labels import shorten
 from scripts.eval_length import UNIT
@@ -56,7 +55,6 @@ from scripts.reproduce.entries import (
     Scale,
     open_scale,
     refuse_seed,
-    windows_at_scale,
 )
 from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import build_parser, run_experiment
@@ -93,8 +91,6 @@ def main() -> None:
     if not options.alone:
         committed = committed_tables.find(scale, experiment)
         experiment = replace(experiment, committed=committed)
-    for sentence in scaled_windows(scale, entries):
-        print(sentence)
     words = ["compare"]
     if scale.task != "language":  # whose tables have names of their own
         words.append(scale.task)
@@ -181,21 +177,6 @@ def with_settings(entry: Entry, settings: dict[str, Any]) -> Entry:
     return replace(entry, run=",".join([entry.run, *assignments]), settings=settings)
 
 
-def scaled_windows(scale: Scale, entries: tuple[Entry, ...]) -> list[str]:
-    """Return a sentence for each window that is not as large as in its config file."""
-    sentences = []
-    for entry in entries:
-        values = read_file(str(entry.file))
-        length = values.get("block_size", Config.block_size)
-        for key, window in windows_at_scale(entry.file, scale.config).items():
-            if key not in entry.settings and window != values[key]:
-                sentences.append(
-                    f"{entry.run}: {key} = {window}, scaled from {values[key]} at {length:,} "
-                    f"tokens to the scale's {scale.config.block_size:,}."
-                )
-    return list(dict.fromkeys(sentences))  # once for all views of a run
-
-
 def build_experiment(
     scale: Scale, entries: tuple[Entry, ...], lengths: tuple[int, ...] | None
 ) -> Experiment:
@@ -228,7 +209,7 @@ def build_experiment(
         baseline=first if several else "",
         better=None,
         draw=pictures.together,
-        note=" ".join([made_by, *scaled_windows(scale, entries)]),
+        note=made_by,
     )
 
 

@@ -481,3 +481,13 @@ def test_the_sweep_over_p_is_made_of_settings():
     # on any machine, and a second agent continues what a first one left
     assert sweep["command"][:4] == ["${env}", "${interpreter}", "${program}", "${args}"]
     assert load_config(fixed).resume == "auto"
+
+
+def test_a_window_below_1_is_a_share_of_the_training_length():
+    assert Config(window=0.25).window == 256
+    hybrid = Config(block_size=18, total_batch_size=18, nope_share=0.5, local_window=0.25)
+    assert hybrid.local_window == 4
+    assert Config(block_size=2, total_batch_size=2, window=0.25).window == 1
+    assert Config(window=256).replace(block_size=512).window == 256
+    with pytest.raises(UserError, match="window = 1.5 is float; it must be int or None"):
+        Config(window=1.5)

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +103,6 @@ def config_with(name: str, run: str, **settings: Any) -> Entry:
     return replace(config_entry(name), run=run, settings=settings)
 
 
-def windows_at_scale(file: Path, scale: Config) -> Settings:
-    """Scale the windows of a config file from its training length to the scale's."""
-    values = read_file(str(file))  # the file may be no config without the scale's settings
-    length = values.get("block_size", Config.block_size)
-    settings = {}
-    for key in ("window", "local_window"):
-        window = values.get(key)
-        if isinstance(window, int):  # anything else is refused, or None
-            settings[key] = max(1, window * scale.block_size // length)
-    return settings
-
-
 def with_p(variant: str, p: int) -> Entry:
     """Return the entry of a variant with this p; lssar has config files with a p alone."""
     config = variant if variant in FILES else f"{variant}_p15"
@@ -123,8 +111,7 @@ def with_p(variant: str, p: int) -> Entry:
 
 def hybrid(config: str) -> Entry:
     """Half of the heads see all keys without positions, and half a window with RoPE."""
-    entry = config_with(config, f"hybrid_{config}", nope_share=0.5)
-    return replace(entry, scaled=partial(windows_at_scale, FILES["hybrid"]))
+    return config_with(config, f"hybrid_{config}", nope_share=0.5, local_window=0.25)
 
 
 def by_name(*entries: Entry) -> dict[str, Entry]:
@@ -254,8 +241,7 @@ class Scale:
         sizes = CONFIGS / f"scales/t6/{self.name}.py"
         if entry.file.resolve() in T6 and sizes.is_file():
             files.append(str(sizes))
-        settings = windows_at_scale(entry.file, self.config)
-        settings |= entry.scaled(self.config) | entry.settings
+        settings = entry.scaled(self.config) | entry.settings
         settings["seed"] = seed
         settings["name"] = entry.run
         settings["out_dir"] = self.folder / entry.run / f"seed{seed}"
