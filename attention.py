@@ -110,7 +110,6 @@ GELU = Phi(gelu, zero=0.0, signed=True, kernel="gelu")
 MISH = Phi(F.mish, zero=0.0, signed=True, kernel="mish")
 IDENTITY = Phi(identity, zero=0.0, signed=True, kernel="identity")
 EXPM1 = Phi(torch.expm1, zero=0.0, signed=True, kernel="softpick")
-NO_PHI = Phi(torch.exp)  # of variants with row_weights, which replaces phi
 
 
 @dataclass
@@ -499,22 +498,22 @@ VARIANTS: dict[str, Variant] = {
     "softmax_logn": Variant(EXP, scale=log_n_over_log_T),
     # Zuhri et al. 2025 (arXiv 2504.20966)
     "softpick": Variant(EXPM1, row_weights=softpick),  # EXPM1 names the kernel; it is not called
-    # Martins and Astudillo 2016; Peters et al. 2019
-    "sparsemax": Variant(NO_PHI, row_weights=sparsemax),
-    "entmax15": Variant(NO_PHI, row_weights=entmax15),
+    # Martins and Astudillo 2016; Peters et al. 2019. row_weights replaces phi: EXP is not called.
+    "sparsemax": Variant(EXP, row_weights=sparsemax),
+    "entmax15": Variant(EXP, row_weights=entmax15),
     # ASEntmax (Vasylenko et al. 2025, arXiv 2506.16640)
     "asentmax": Variant(
-        NO_PHI,
+        EXP,
         scale=adaptive_log_n,
         from_input=("u", "w"),
         row_weights=entmax15,
     ),
     # Tan et al. 2024 (arXiv 2410.17980); without the remainder, as in their kernel's output
-    "stick_breaking": Variant(NO_PHI, row_weights=stick_breaking),
+    "stick_breaking": Variant(EXP, row_weights=stick_breaking),
     # Velickovic et al. 2024 (arXiv 2410.01104): for the weights of a softmax model, at evaluation
-    "adaptive_temperature": Variant(NO_PHI, row_weights=adaptive_temperature),
+    "adaptive_temperature": Variant(EXP, row_weights=adaptive_temperature),
     # Anson, Wang and Aitchison 2025 (arXiv 2505.17083)
-    "scale_invariant": Variant(NO_PHI, row_weights=scale_invariant),
+    "scale_invariant": Variant(EXP, row_weights=scale_invariant),
     # Ours: LSSAR taken apart. Its phi is softplus, its scale log d log n on unit vectors, and it
     # has stage 2. The first two entries complete the grid of exp and softplus by the scales 1,
     # log n (both / sqrt d) and log d log n, whose other entries are softmax, ssmax_fixed,

@@ -480,12 +480,12 @@ def check_model(config: Config) -> None:
     if config.d_head % 2 and config.positions == "rope":
         raise UserError(f"heads of width {config.d_head} must be even: RoPE rotates pairs")
     pairs = config.d_head / 2
-    turning = config.rope_share * pairs
-    is_whole = math.isclose(turning, round(turning))
-    if config.positions == "rope" and not (is_whole and 1 <= round(turning) <= pairs):
+    rotated_pairs = config.rope_share * pairs
+    is_whole = math.isclose(rotated_pairs, round(rotated_pairs))
+    if config.positions == "rope" and not (is_whole and 1 <= round(rotated_pairs) <= pairs):
         raise UserError(
-            f"rope_share = {config.rope_share:g} of the {pairs:g} pairs of a head is {turning:g} "
-            f"pairs; it must be a whole number from 1 to {pairs:g}"
+            f"rope_share = {config.rope_share:g} of the {pairs:g} pairs of a head is "
+            f"{rotated_pairs:g} pairs; it must be a whole number from 1 to {pairs:g}"
         )
     if config.n_head % config.kv_heads:
         raise UserError(f"n_head = {config.n_head} is no multiple of n_kv_head = {config.kv_heads}")

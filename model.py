@@ -302,7 +302,7 @@ class GPT(nn.Module):
         self.wte = self.build_embedding(padded)
         self.trunk = trunk
         self.lm_head = self.build_head(padded)
-        self.softmax_ = softmax_  # of the loss; compile_model replaces it
+        self.loss_softmax = softmax_  # compile_model replaces it
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self._initialise(layer_class.residual_std)
@@ -367,7 +367,7 @@ class GPT(nn.Module):
             self.lm_head.weight,
             targets.flatten(0, 1),
             self.n_vocab,
-            self.softmax_,
+            self.loss_softmax,
         )
 
     def hidden(
@@ -492,4 +492,4 @@ def compile_model(model: GPT, varied_lengths: bool) -> None:
     dynamic = None if varied_lengths else False
     for block in model.trunk.blocks:
         block.compile(dynamic=dynamic)
-    model.softmax_ = torch.compile(softmax_)
+    model.loss_softmax = torch.compile(softmax_)

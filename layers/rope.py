@@ -44,23 +44,23 @@ class Rope:
         d = self.head_size
         s = max(1.0, length / self.trained_length)
         factor = s if self.factor is None else self.factor
-        growth = 1.0  # of theta
+        theta_factor = 1.0
         score_scale = 1.0
         if self.scaling == "ntk":  # bloc97: the slowest pair interpolated by s, the fastest kept
-            growth = factor
+            theta_factor = factor
         elif self.scaling == "dynamic_ntk" and s > 1:  # emozilla: with the s of the current length
             alpha = 1.0 if self.factor is None else self.factor
-            growth = alpha * s - (alpha - 1)
+            theta_factor = alpha * s - (alpha - 1)
         power = d / max(d - 2, 1)  # with a single pair any base is the same
         pairs = torch.arange(0, d, 2, dtype=torch.float64) / d
-        frequencies = (self.theta * growth**power) ** -pairs
+        frequencies = (self.theta * theta_factor**power) ** -pairs
         if self.scaling == "linear":  # positions interpolated (Chen et al. 2023)
             frequencies /= factor
         elif self.scaling == "yarn":  # 0.1 ln s + 1 on q and k is squared on the scores
             frequencies = self._partly_interpolated(frequencies, factor)
             score_scale = (0.1 * math.log(factor) + 1) ** 2
-        turning = round(self.share * len(frequencies))
-        frequencies[turning:] = 0
+        rotated_pairs = round(self.share * len(frequencies))
+        frequencies[rotated_pairs:] = 0
         return frequencies, score_scale
 
     def _partly_interpolated(self, frequencies: Tensor, s: float) -> Tensor:

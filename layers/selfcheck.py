@@ -212,14 +212,14 @@ def evaluate(
     `tensors` are q, k, v and the gradient of the output.
     """
     q, k, v, gradient = tensors
-    learnt = {"q": q, "k": k, "v": v, **dict(attention.named_parameters())}
+    learned = {"q": q, "k": k, "v": v, **dict(attention.named_parameters())}
     if context.log_forget is not None:
-        learnt["gates"] = context.log_forget
-    for x in learnt.values():
+        learned["gates"] = context.log_forget
+    for x in learned.values():
         x.requires_grad_()
     out = attention(q, k, v, context)
-    gradients = torch.autograd.grad(out, list(learnt.values()), gradient)
+    gradients = torch.autograd.grad(out, list(learned.values()), gradient)
     with torch.no_grad():
         last = attention(q[:, :, -1:], k, v, context.select(queries=slice(-1, None)))
-    names = ("output", "last output", *(f"gradient of {name}" for name in learnt))
+    names = ("output", "last output", *(f"gradient of {name}" for name in learned))
     return dict(zip(names, (out.detach(), last, *gradients), strict=True))

@@ -196,11 +196,11 @@ def evaluate(layer, tensors, formula=None):
     *inputs, gradient = tensors
     inputs = [x.clone().requires_grad_() for x in inputs]
     out = layer_output(layer, *inputs, formula=formula)
-    learnt = dict(layer.named_parameters())
-    gradients = torch.autograd.grad(out, [*inputs, *learnt.values()], gradient)
+    learned = dict(layer.named_parameters())
+    gradients = torch.autograd.grad(out, [*inputs, *learned.values()], gradient)
     names = ["q", "k", "v", "log_forget"][: len(inputs)]
     found = {"out": out}
-    for name, x in zip([*names, *learnt], gradients, strict=True):
+    for name, x in zip([*names, *learned], gradients, strict=True):
         found[f"d{name}"] = x
     return {name: x.detach().double().cpu().flatten() for name, x in found.items()}
 
@@ -240,7 +240,7 @@ def compare(case, tensors, formula=None, coarser=None):
         rounding = (1 + p / 4) * eps
         tolerance = 2e-2
     # Errors are relative, but with few or tied keys most gradients are 0, and then relative to the
-    # incoming gradient. A learnt number's gradient is one sum of terms that cancel.
+    # incoming gradient. A learned number's gradient is one sum of terms that cancel.
     keys = min(k.shape[2], layer.window or math.inf)
     least_scale = gradient.double().norm()
     if keys > 5:

@@ -368,7 +368,7 @@ def elu1(z):
 
 @pytest.mark.parametrize("p", ["", " --p=3"])
 def test_a_phi_scale_and_bias_of_ones_own(p, monkeypatch):
-    """The scale and the bias are learnt, and the queries are normalised."""
+    """The scale and the bias are learned, and the queries are normalised."""
     monkeypatch.setitem(launch.PHIS, "elu1", phi.Function(elu1))
     own = Variant(
         Phi(lambda z: F.elu(z) + 1, kernel="elu1"),

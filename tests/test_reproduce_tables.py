@@ -240,7 +240,7 @@ def run_in(folder):
     return PlannedRun(config, arguments=[])
 
 
-def test_learnt_p_is_fitted_without_p_1(tmp_path):
+def test_learned_p_is_fitted_without_p_1(tmp_path):
     model = build_model(small_config("ablations/ssmax_probe.py"))
     of_layers = [value for name, value in model.named_parameters() if name.endswith("p_n")]
     p_n = of_layers[0]

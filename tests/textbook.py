@@ -238,7 +238,7 @@ class Textbook:
 
 
 def by_head(scalars, q):
-    """A layer's learnt scalars as [H, 1, 1]; None where it has none."""
+    """A layer's learned scalars as [H, 1, 1]; None where it has none."""
     if scalars is None:
         return None
     return scalars.to(q.dtype)[:, None, None]

@@ -36,7 +36,7 @@ dtype. Scaling and normalising q and k is left to torch, so torch.compile fuses 
 
 Matrix products: one stage has 2 in the forward and 5 in the backward pass, as FlashAttention has;
 two stages have 4 (3 without gradients) and 5. The backward pass adds up dq with atomics. Where the
-order of summation must be fixed (torch.use_deterministic_algorithms), or a bias of rows is learnt,
+order of summation must be fixed (torch.use_deterministic_algorithms), or a bias of rows is learned,
 a separate kernel computes dq, and the backward pass has 7 products.
 
 Products are in the inputs' dtype, bfloat16 or float32, and accumulate in float32; everything else
@@ -119,7 +119,7 @@ class Inputs(NamedTuple):
     q: Tensor  # [B, H, Lq, d], the last Lq positions
     k: Tensor  # [B, Hk, Lk, d]: each head serves H / Hk consecutive heads of q
     v: Tensor  # [B, Hk, Lk, d]
-    # [B, H, Lq]. A learnt bias takes the backward pass of 7 products. Where phi is exp, in one
+    # [B, H, Lq]. A learned bias takes the backward pass of 7 products. Where phi is exp, in one
     # stage without a sink, its gradient is 0: detach it.
     bias: Tensor | None
     gain: Tensor | None  # [B, H, Lq], the factor of a row's weights; None: l1
