@@ -27,7 +27,6 @@ RUN/attention_maps.json is a list of measurements:
     variant, seed, step, sha256, trained_length, dtype
     attention, rope, rope_factor, rope_theta, log_base
     layer               from 0
-    head_windows        by layer, the most keys that each head sees in a row; null: all; of runs
     data_dir, tokens    of the validation tokens; null and 0 for a text alone
     parts               {"1024 tokens": {...}, "text: Some other text.": {...}}, each with
         length          of a window
@@ -40,7 +39,7 @@ RUN/attention_maps.json is a list of measurements:
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -67,19 +66,20 @@ from scripts.common.hf_models import (
 from scripts.common.papers import LSSAR
 from scripts.common.plots import panels
 from scripts.common.runner import NO_TEXT, Results, as_command
-from scripts.common.runs import Run, load_run, model_on_meta
+from scripts.common.runs import Run, load_run
 from scripts.common.tables import print_table
 from scripts.common.validation import (
     LengthEvaluation,
     ModelEvaluation,
+    check_lengths,
     stretches,
     windows,
 )
 
 TEXT = LSSAR["figure_a1"]["text"]
 CLAMP = 0.5
-# The longest text that is drawn, and the longest whose ticks are its tokens, in tokens.
-MAP_TOKENS, WORDS = 2048, 48
+# The longest text whose ticks are its tokens, in tokens.
+WORDS = 48
 STATISTICS = ("first_token", "entropy", "entropy_share", "zeros", "sum")
 COLUMNS = ("first_token", "entropy", "entropy_share", "zeros", "dead", "sum")
 
@@ -106,8 +106,8 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
             ids = encode(tokenizer, self.text, add_special_tokens=True)
         else:
             ids = get_tokenizer(config.tokenizer).encode(self.text)
-        if not 2 <= len(ids) <= MAP_TOKENS:
-            raise UserError(f"--text has {len(ids)} tokens; a map takes 2 to {MAP_TOKENS}")
+        if len(ids) < 2:
+            raise UserError(f"--text has {len(ids)} tokens: a map takes at least 2")
         return ids
 
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
@@ -126,17 +126,13 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
         return stretches(lengths, max(self.tokens, math.lcm(*lengths)), config)
 
     def align(self, configs: Sequence[Config]) -> Self:
-        """The evaluation unchanged.
+        """All runs at the same lengths.
 
-        Raises UserError if the runs have different numbers of chunks, or would be measured on
-        different text.
+        Raises UserError if the runs would be measured on different text.
         """
         if self.tokens > 0:
             super().align(configs)
-        counts = {len(self.chunks(config)) for config in configs}
-        if len(counts) > 1:
-            raise UserError("learned positions end before a default length: give --lengths")
-        return self
+        return replace(self, lengths=self.lengths_of(*configs))
 
     def identify(self, config: Config) -> dict:
         if not -config.n_layer <= self.layer < config.n_layer:
@@ -148,21 +144,11 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
                 "attention_maps counts all earlier tokens as keys: it cannot measure a run with "
                 "document_mask"
             )
-        text_tokens = len(self.ids(config))
-        if config.longest is not None and text_tokens > config.longest:
-            raise UserError(
-                f"{config.out_dir}: the text has {text_tokens} tokens, but the model's learned "
-                f"positions end at {config.longest}: give a shorter --text, or --text '' for none"
-            )
-        facts: dict[str, Any] = {"layer": self.layer_of(config)}
-        if not isinstance(config, ModelConfig):
-            facts["head_windows"] = head_windows(model_on_meta(config, self.window))
+        check_lengths(config, [len(self.ids(config))])
+        layer = self.layer_of(config)
         if self.tokens == 0:
-            return facts | NO_TEXT | {"tokens": 0}
-        if min(self.lengths_of(config)) < 2:
-            raise UserError("--lengths must be at least 2: a single key leaves no choice")
-        targets = self.validation(config)[:, 1:]
-        return facts | {"tokens": targets.size}
+            return NO_TEXT | {"layer": layer, "tokens": 0}
+        return {"layer": layer, "tokens": self.validation(config)[:, 1:].size}
 
     def chunks(self, config: Config) -> dict[str, Any]:
         """None for the text, and the lengths of windows."""
@@ -188,12 +174,11 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
 
     def show(self, results: Results) -> dict[str, Figure]:
         """Print a table of every chunk, with a line for every run."""
-        # the default lengths of runs with other training lengths differ
-        parts = [result["parts"] for result in results.values()]
-        for names in zip(*parts, strict=True):
-            print(f"\nlayer {self.layer}, {ascii(names[0][:46])}; means over heads and rows")
+        names = next(iter(results.values()))["parts"]
+        for name in names:
+            print(f"\nlayer {self.layer}, {ascii(name[:46])}; means over heads and rows")
             table = [["", "length", *COLUMNS]]
-            for (run, result), name in zip(results.items(), names, strict=True):
+            for run, result in results.items():
                 part = result["parts"][name]
                 cells = [f"{mean_over_heads(part, column):.4f}" for column in COLUMNS]
                 table.append([run, str(part["length"]), *cells])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -106,8 +107,11 @@ def test_windows_by_layer(shards, call, tmp_path, pictures):
     call(attention_maps, run, *FEW)
     call(attention_maps, run, *FEW, "--window=9")
     by_pattern, limited = read(run)
-    assert by_pattern["head_windows"] == [[4, 4], [None, None]]
-    assert limited["head_windows"] == [[4, 4], [9, 9]]
+    assert by_pattern["window"] is None
+    assert limited["window"] == 9
+    row = by_pattern["parts"]["16 tokens"]
+    limited_row = limited["parts"]["16 tokens"]
+    assert row["heads"] != limited_row["heads"]
 
 
 @pytest.mark.parametrize("settings, windows", HEAD_WINDOWS)
@@ -118,7 +122,6 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
     run = saved_run(tmp_path / "run", model)
     call(attention_maps, run, *FEW)
     (result,) = read(run)
-    assert result["head_windows"] == [list(windows)] * 2
     ids = validation_ids(shards, 16, 2)
     layers = evaluation.layer_attention_weights(model, ids, slice(None))
     A = layers[1].double().numpy()  # [windows, heads, queries, keys]
@@ -184,6 +187,25 @@ def test_several_runs_are_compared(shards, call, tmp_path, pictures):
     assert heads["sum"] == pytest.approx([1, 1])
 
 
+def test_runs_of_other_training_lengths_have_the_same_lengths(
+    shards, call, tmp_path, pictures, capsys
+):
+    runs = []
+    for length in (8, 16):
+        model = small_model("softmax.py", f"--data_dir={shards}", f"--block_size={length}").float()
+        runs.append(saved_run(tmp_path / f"run{length}", model))
+    call(attention_maps, *runs, "--tokens=128", "--text=")
+    for run in runs:
+        (result,) = read(run)
+        lengths = [part["length"] for part in result["parts"].values()]
+        assert lengths == [8, 16, 64, 128]
+    _, *tables = capsys.readouterr().out.split("layer -1, '")
+    for table, length in zip(tables, (8, 16, 64, 128), strict=True):
+        assert table.startswith(f"{length} tokens'")
+        for trained_length in (8, 16):
+            assert re.search(rf"^run{trained_length} +{length} ", table, re.M)
+
+
 def test_a_text_alone_needs_no_data(shards, call, tmp_path, pictures):
     model = small_model("softmax.py", f"--data_dir={shards}").float()
     run = saved_run(tmp_path / "run", model)
@@ -196,11 +218,10 @@ def test_a_text_alone_needs_no_data(shards, call, tmp_path, pictures):
 def test_refuses_before_anything_is_written(trained, call, refused):
     refused(call, attention_maps, trained, "--layer=2", says="layers 0 to 1")
     refused(call, attention_maps, trained, "--text=a", says="1 tokens")
-    refused(call, attention_maps, trained, "--lengths=1", says="at least 2")
     assert not list(trained.glob("attention_*"))
 
 
 def test_a_text_beyond_learned_positions_is_refused_at_once(shards, call, tmp_path, refused):
     model = small_model("softmax.py", "--positions=learned", f"--data_dir={shards}").float()
     run = saved_run(tmp_path / "run", model)
-    refused(call, attention_maps, run, says=["the text has 185 tokens", "--text ''"])
+    refused(call, attention_maps, run, says="a length of 185 is beyond its learned positions")
