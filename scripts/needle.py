@@ -7,24 +7,24 @@ SSMax, section 3.3, Fig. 6: "The special magic Tokyo number is: 8106422." at fiv
 haystack, then a question formatted as in fine-tuning; decoding is greedy, with end-of-text
 excluded. An answer is correct if the first seven digits of its first run of digits are the number.
 Section 3.4: a head's needle score is the attention from the prompt's last token, which predicts the
-answer's first token, to the span from the needle's colon to its end. Fig. 7: the 25 highest scores
-at one needle, at half depth of --score_length tokens. Fig. 8: the highest score of each of
---score_trials needles at random depths. For variants whose rows do not sum to 1 the score is the
-same sum, but not a share.
+answer's first token, to the span from the needle's colon to its end. Scores are taken at the
+longest of --lengths. Fig. 7: the 25 highest scores at one needle, at half depth. Fig. 8: the
+highest score of each of --score_trials needles at random depths. For variants whose rows do not sum
+to 1 the score is the same sum, but not a share.
 
-Writes needle.json, with a part for each length and a part with the scores, needle.png (Fig. 6) for
-each run, and needle_heads.png (Fig. 7) and needle_scores.png (Fig. 8) for all of them.
+Writes needle.json, with a part for each length and a part with the scores of all heads, needle.png
+(Fig. 6) for each run, and needle_heads.png (Fig. 7) and needle_scores.png (Fig. 8) for all of them.
 
 The paper leaves open the haystack (here validation tokens from a random offset, documents joined by
 line breaks), the cities, the question, and what a length counts (here as in scripts.passkey).
 """
 
+import itertools
 import random
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.retrieval import (
     ANSWER_TOKENS,
     ASK,
+    SEED,
     RetrievalEvaluation,
     Trial,
     answered,
@@ -89,38 +90,38 @@ class Haystack:
     tokens: np.ndarray  # [n]
     tokenizer: Tokenizer
 
-    def hide(self, city: str, number: int, depth: float, length: int, place: float) -> Needle:
-        """A prompt of length - ANSWER_TOKENS tokens; `place` in [0, 1) picks the haystack."""
+    def hide(self, city: str, number: int, depth: float, length: int, offset: float) -> Needle:
+        """A prompt of length - ANSWER_TOKENS tokens; `offset` in [0, 1) picks the haystack."""
         encode = self.tokenizer.encode
         eot = self.tokenizer.eot
         statement = encode(STATEMENT.format(city=city))
         span = encode(f" {number}.")
         line_break = encode("\n")
         question = encode(ASK.format(question=QUESTION.format(city=city)))
-        told = [*statement, *span, *line_break]
-        room = length - 1 - len(told) - len(question) - ANSWER_TOKENS
-        start = int(place * (len(self.tokens) - room + 1))
+        needle = [*statement, *span, *line_break]
+        room = length - 1 - len(needle) - len(question) - ANSWER_TOKENS
+        start = int(offset * (len(self.tokens) - room + 1))
         hay = self.tokens[start : start + room].astype(np.int64)
         hay = np.where(hay == eot, line_break[0], hay).tolist()
         before = round(depth * room)
-        prompt = [eot, *hay[:before], *told, *hay[before:], *question]
+        prompt = [eot, *hay[:before], *needle, *hay[before:], *question]
         begin = 1 + before + len(statement)
         return Needle(prompt, number, depth, slice(begin, begin + len(span)), city)
 
-    def draws(
+    def needles(
         self,
         count: int,
         rng: random.Random,
         length: int,
         depth: float | None = None,
     ) -> Iterator[Needle]:
-        """Needles with random cities, numbers and haystacks, at `depth` or at random depths."""
+        """Draw needles with random cities, numbers and haystacks, at `depth` or random depths."""
         for _ in range(count):
             city = rng.choice(CITIES)
             number = rng.randint(10**6, 10**7 - 1)
             needle_depth = rng.random() if depth is None else depth
-            place = rng.random()
-            yield self.hide(city, number, needle_depth, length, place)
+            offset = rng.random()
+            yield self.hide(city, number, needle_depth, length, offset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,21 +132,14 @@ class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
     shortest = SHORTEST
 
     samples: PositiveInt = option(1000, "needles per length and depth")
-    score_length: PositiveInt = option(8000, "length for the needle scores")
     score_trials: PositiveInt = option(100, "needles to score")
 
-    @property
-    def scores(self) -> str:
+    def scores_at(self, length: int) -> str:
         """The name of the chunk with the needle scores."""
-        return f"scores of {self.score_trials} needles in {self.score_length} tokens"
+        return f"scores of all heads, {self.score_trials} needles in {length} tokens"
 
     def identify(self, config: Config) -> dict:
-        if self.score_length < SHORTEST:
-            raise UserError(
-                f"--score_length {self.score_length} is too short: a prompt and its answer take up "
-                f"to {SHORTEST} tokens"
-            )
-        lengths = (*self.lengths_of(config), self.score_length)
+        lengths = self.lengths_of(config)
         check_prompts(config, lengths, SHORTEST)
         available = len(checked_tokens(config))
         longest = max(lengths)
@@ -153,20 +147,29 @@ class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
             raise UserError(
                 f"{config.data_dir}: {available} validation tokens, but a haystack of {longest}"
             )
-        return {"samples": self.samples, "sample_seed": self.seed}
+        return {"samples": self.samples, "sample_seed": SEED}
+
+    def align(self, configs: Sequence[Config]) -> Self:
+        """All runs at the same lengths.
+
+        Raises UserError if the runs would be measured on different text.
+        """
+        super().align(configs)
+        return replace(self, lengths=self.lengths_of(*configs))
 
     def chunks(self, config: Config) -> dict[str, int | None]:
         """The lengths; the chunk with the needle scores has None instead."""
-        return super().chunks(config) | {self.scores: None}
+        longest = max(self.lengths_of(config))
+        return super().chunks(config) | {self.scores_at(longest): None}
 
     def measure(self, run: Run, length: int | None) -> dict:
         haystack = haystack_of(run.config)
         if length is None:
-            return self.score(run, haystack)
+            return self.score(run, haystack, max(self.lengths_of(run.config)))
         shares = []
         for depth in DEPTHS:
-            rng = random.Random(f"needle {self.seed} {length} {depth}")
-            needles = haystack.draws(self.samples, rng, length, depth)
+            rng = random.Random(f"needle {SEED} {length} {depth}")
+            needles = haystack.needles(self.samples, rng, length, depth)
             answers = answered(run, needles, length, never=haystack.tokenizer.eot)
             grades = [grade(needle, text) for needle, text in answers]
             shares.append({name: grades.count(name) / len(grades) for name in GRADES})
@@ -177,27 +180,23 @@ class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
             "grades_by_depth": shares,
         }
 
-    def score(self, run: Run, haystack: Haystack) -> dict:
-        """Needle scores: the top heads at one needle, the top score at each of many."""
-        length = self.score_length
-        rng = random.Random(f"needle scores {self.seed} {length}")
+    def score(self, run: Run, haystack: Haystack, length: int) -> dict:
+        """The needle scores of all heads, at one needle at half depth and at many others."""
+        rng = random.Random(f"needle scores {SEED} {length}")
         fixed_needle = haystack.hide(*FIXED, length, rng.random())
-        needles = chain([fixed_needle], haystack.draws(self.score_trials, rng, length))
+        needles = itertools.chain([fixed_needle], haystack.needles(self.score_trials, rng, length))
         trials: list[dict[str, Any]] = []
         for needle, text in answered(run, needles, length, never=haystack.tokenizer.eot):
-            scores = needle_scores(run, needle)
-            trial = {
-                "city": needle.city,
-                "number": needle.number,
-                "depth": round(needle.depth, 4),
-                "answer": text,
-                "grade": grade(needle, text),
-            }
-            if not trials:
-                trial["heads"] = top_heads(scores)
-            else:
-                trial["top_score"] = scores.max().item()
-            trials.append(trial)
+            trials.append(
+                {
+                    "city": needle.city,
+                    "number": needle.number,
+                    "depth": round(needle.depth, 4),
+                    "answer": text,
+                    "grade": grade(needle, text),
+                    "scores": needle_scores(run, needle).tolist(),  # [layers][heads]
+                }
+            )
         return {"length": length, "one needle": trials[0], "trials": trials[1:]}
 
     def show(self, results: Results) -> dict[str, Figure]:
@@ -206,13 +205,14 @@ class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
         trial_curves: list[Curve] = []
         for name, result in results.items():
             print_accuracies(name, result, "needles")
-            scores = result["parts"][self.scores]
-            best = [head["score"] for head in scores["one needle"]["heads"]]
-            label = f"{name}, {scores['one needle']['grade']}"
+            length = max(accuracies(result))
+            scored = result["parts"][self.scores_at(length)]
+            best = highest_first(scored["one needle"])[:HEADS]
+            label = f"{name}, {scored['one needle']['grade']}"
             head_curves.append(Curve(label, range(1, len(best) + 1), best))
-            trial_curves += curves_by_grade(name, scores["trials"])
-        one = f"one needle, {FIXED[2]:.0%} deep in {self.score_length:,} tokens"
-        many = f"needles at random depths of {self.score_length:,} tokens"
+            trial_curves += curves_by_grade(name, scored["trials"])
+        one = f"one needle, {FIXED[2]:.0%} deep in {length:,} tokens"
+        many = f"needles at random depths of {length:,} tokens"
         heads = draw_curves({one: head_curves}, "attention head, by score", "needle score")
         trials = draw_curves({many: trial_curves}, "trial, by top score", "top needle score")
         return {"needle_heads": heads, "needle_scores": trials}
@@ -254,13 +254,9 @@ def needle_scores(run: Run, needle: Needle) -> Tensor:
     return torch.cat(layers)[..., 0].cpu()  # of [1, H, 1] each
 
 
-def top_heads(scores: Tensor) -> list[dict]:
-    """The heads with the highest of the scores [layers, H]."""
-    heads = []
-    for layer, layer_scores in enumerate(scores.tolist()):
-        for head, value in enumerate(layer_scores):
-            heads.append({"layer": layer, "head": head, "score": value})
-    return sorted(heads, key=lambda head: -head["score"])[:HEADS]
+def highest_first(trial: dict) -> list[float]:
+    """The needle scores of a trial in descending order, of all layers and heads."""
+    return sorted(itertools.chain.from_iterable(trial["scores"]), reverse=True)
 
 
 # ---- the pictures ----
@@ -268,12 +264,17 @@ def top_heads(scores: Tensor) -> list[dict]:
 
 def curves_by_grade(name: str, trials: list[dict]) -> list[Curve]:
     """The top scores of trials by their rank, a curve for each grade that an answer has."""
-    ranked = sorted(trials, key=lambda trial: -trial["top_score"])
+    graded = [(highest_first(trial)[0], trial["grade"]) for trial in trials]
+    graded.sort(reverse=True)
     curves = []
     for answer_grade in GRADES:
-        ranks = [rank for rank, trial in enumerate(ranked, 1) if trial["grade"] == answer_grade]
+        ranks = []
+        scores = []
+        for rank, (score, trial_grade) in enumerate(graded, start=1):
+            if trial_grade == answer_grade:
+                ranks.append(rank)
+                scores.append(score)
         if ranks:
-            scores = [ranked[rank - 1]["top_score"] for rank in ranks]
             curves.append(Curve(f"{name}, {answer_grade}", ranks, scores))
     return curves
 

@@ -26,6 +26,7 @@ from scripts.common.labels import title_of
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.retrieval import (
     ANSWER_TOKENS,
+    SEED,
     RetrievalEvaluation,
     Trial,
     answered,
@@ -61,11 +62,11 @@ class PasskeyRetrieval(RetrievalEvaluation):
 
     def identify(self, config: Config) -> dict:
         check_prompts(config, self.lengths_of(config), SHORTEST)
-        return NO_TEXT | {"trials": self.trials, "trial_seed": self.seed}
+        return NO_TEXT | {"trials": self.trials, "trial_seed": SEED}
 
     def measure(self, run: Run, length: int) -> dict:
         tokenizer = get_tokenizer(run.config.tokenizer)
-        trials = make_trials(tokenizer, length, self.trials, self.seed)
+        trials = make_trials(tokenizer, length, self.trials)
         return judge(list(answered(run, trials, length)))
 
     def show(self, results: Results) -> dict[str, Figure]:
@@ -80,12 +81,12 @@ class PasskeyRetrieval(RetrievalEvaluation):
         return {"passkey": figure}
 
 
-def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Trial]:
+def make_trials(tokenizer: Tokenizer, length: int, count: int) -> list[Trial]:
     """Trials with prompts of length - ANSWER_TOKENS tokens; a larger count only appends to them.
 
     The length is at least SHORTEST.
     """
-    rng = random.Random(f"passkey {seed} {length}")
+    rng = random.Random(f"passkey {SEED} {length}")
     task = [tokenizer.eot, *tokenizer.encode(TASK)]
     question = tokenizer.encode(QUESTION)
     # a repeat after the first may have fewer tokens
@@ -95,10 +96,10 @@ def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> lis
     for _ in range(count):
         key = rng.randint(1, LARGEST_KEY)
         depth = rng.random()
-        told = tokenizer.encode(KEY.format(key=key))
-        room = length - len(task) - len(told) - len(question) - ANSWER_TOKENS
+        statement = tokenizer.encode(KEY.format(key=key))
+        room = length - len(task) - len(statement) - len(question) - ANSWER_TOKENS
         before = int(depth * (room + 1))
-        prompt = [*task, *filler[:before], *told, *filler[: room - before], *question]
+        prompt = [*task, *filler[:before], *statement, *filler[: room - before], *question]
         trials.append(Trial(prompt, key, before / max(1, room)))
     return trials
 

@@ -16,7 +16,7 @@ from scripts.common import retrieval
 from scripts.common.runs import load_run
 from tests.helpers import Reader, saved_run, small_config, small_model, stub_run
 
-SCORES = "scores of 2 needles in 240 tokens"
+SCORES = "scores of all heads, 2 needles in 240 tokens"
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def haystack_of(text, name):
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_passkey_tells_a_reader_from_one_that_is_wrong(answers, name):
-    evaluation = passkey.PasskeyRetrieval(rope="none", lengths=(320, 400), trials=10, seed=1)
+    evaluation = passkey.PasskeyRetrieval(rope="none", lengths=(320, 400), trials=10)
     pattern = r"The pass key is (\d+)\. Remember it\. \1 is the pass key\."
     for change, accuracy in (
         (str, 1),
@@ -64,7 +64,7 @@ def test_passkey_tells_a_reader_from_one_that_is_wrong(answers, name):
 
 def test_passkey_prompts():
     tokenizer = get_tokenizer("gpt2")
-    trials = passkey.make_trials(tokenizer, 1024, 60, seed=1)
+    trials = passkey.make_trials(tokenizer, 1024, 60)
     for trial in trials:
         assert len(trial.prompt) == 1024 - retrieval.ANSWER_TOKENS
         text = tokenizer.decode(trial.prompt)
@@ -87,7 +87,7 @@ def test_passkey_prompts():
     keys = [trial.number for trial in trials]
     assert 1 <= min(keys) < 2500
     assert 47500 < max(keys) <= 50000
-    assert passkey.make_trials(tokenizer, 1024, 3, seed=1) == trials[:3]
+    assert passkey.make_trials(tokenizer, 1024, 3) == trials[:3]
 
 
 @pytest.mark.parametrize("command", [passkey, needle])
@@ -112,7 +112,7 @@ def test_passkeys_of_a_trained_run(run, call, pictures, refused):
     # an answer is what the model itself writes after that prompt
     model = load_run(run).model
     tokenizer = get_tokenizer("bytes")
-    trials = passkey.make_trials(tokenizer, 320, 5, 1337)
+    trials = passkey.make_trials(tokenizer, 320, 5)
     judged_trials = result["parts"]["320"]["trials"]
     for trial, judged in zip(trials, judged_trials, strict=True):
         prompt = torch.tensor([trial.prompt])
@@ -159,9 +159,7 @@ def test_needle_tells_readers_apart(text, monkeypatch, answers):
         rope="none",
         lengths=(200, 300),
         samples=6,
-        score_length=250,
         score_trials=7,
-        seed=1,
         data_dir=str(text["gpt2"]),
     )
 
@@ -186,14 +184,14 @@ def test_needle_tells_readers_apart(text, monkeypatch, answers):
     ):
         reader, chunks = answers(evaluation, "gpt2", pattern, change)
         assert reader.never == {get_tokenizer("gpt2").eot}
-        assert reader.lengths == {184, 284, 234}
+        assert reader.lengths == {184, 284}
         for length in ("200", "300"):
             chunk = chunks[length]
             assert len(chunk["grades_by_depth"]) == 5
             for shares in chunk["grades_by_depth"]:
                 assert shares[grade] == 1
             assert chunk["accuracy"] == (grade == "correct")
-        scores = chunks["scores of 7 needles in 250 tokens"]
+        scores = chunks["scores of all heads, 7 needles in 300 tokens"]
         assert scores["one needle"]["grade"] == grade
         grades = {trial["grade"] for trial in scores["trials"]}
         numbers = {trial["number"] for trial in scores["trials"]}
@@ -228,16 +226,27 @@ def test_needle_scores_are_of_the_generation_itself(text, case):
     torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_needles_are_scored_within_learned_positions(text, call, tmp_path, pictures):
+    sizes = ("--block_size=200", "--total_batch_size=200")
+    data = f"--data_dir={text['bytes']}"
+    model = small_model("softmax.py", "--positions=learned", *sizes, data)
+    run = saved_run(tmp_path / "run", model.float())
+    call(needle, run, "--samples=1", "--score_trials=2")
+    (result,) = json.loads((run / "needle.json").read_text())
+    assert result["parts"].keys() == {"200", "scores of all heads, 2 needles in 200 tokens"}
+
+
 def test_needles_of_several_runs(run, text, call, tmp_path, monkeypatch, pictures):
     other = shutil.copytree(run, tmp_path / "other")
-    options = ["--lengths=200", "--samples=2", "--score_length=240", "--score_trials=2"]
+    options = ["--lengths=200,240", "--samples=2", "--score_trials=2"]
     call(needle, run, other, *options, f"--data_dir={text['bytes']}")
     measurements = json.loads((run / "needle.json").read_text())
     measurements_of_other = json.loads((other / "needle.json").read_text())
     assert measurements_of_other == measurements
     chunks = measurements[0]["parts"]
-    assert chunks.keys() == {"200", SCORES}
-    assert len(chunks[SCORES]["one needle"]["heads"]) == 4
+    assert chunks.keys() == {"200", "240", SCORES}
+    assert np.shape(chunks[SCORES]["one needle"]["scores"]) == (2, 2)
+    assert len(chunks[SCORES]["trials"]) == 2
     assert pictures == [
         run / "needle.png",
         other / "needle.png",
