@@ -43,7 +43,6 @@ from typing import Annotated, Self
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -86,7 +85,8 @@ class Copying(ControlledEvaluation):
         """The lags in ascending order, in tokens."""
         lags = self.lags
         if lags is None:
-            lags = default_lengths([config], BEYOND)
+            longest = math.inf if config.longest is None else config.longest - passage_of(config)
+            lags = tuple(lag for lag in default_lengths([config], BEYOND) if lag <= longest)
         return sorted({*default_lengths([config], WITHIN), *lags})
 
     def longest_window(self, config: Config) -> int:
@@ -165,15 +165,11 @@ def copy_losses(run: Run, windows: NDArray[np.int64], lag: int) -> NDArray[np.fl
     """The mean loss in nats on the second copy but its first token, for each window [n, L]."""
     means = []
     for batch in batches(windows, windows.shape[1]):
-        x = torch.from_numpy(np.stack(batch)).to(run.device)
+        tokens = torch.from_numpy(np.stack(batch)).to(run.device)
         with run.autocast():
-            hidden = run.model.hidden(x[:, :-1])[:, lag:]
-            # a window at a time: the logits of all may take gigabytes
-            for window_hidden, targets in zip(hidden, x[:, lag + 1 :], strict=True):
-                logits = run.model.logits(window_hidden[None])[0].float()  # [size - 1, n_vocab]
-                losses = F.cross_entropy(logits, targets, reduction="none")
-                means.append(losses.cpu().double().mean())  # MPS has no float64
-    return torch.stack(means).numpy()
+            losses = run.model.token_losses(tokens[:, :-1], tokens[:, 1:])
+        means.append(losses[:, lag:].cpu().double().mean(1))  # MPS has no float64
+    return torch.cat(means).numpy()
 
 
 # ---- the table and the picture ----

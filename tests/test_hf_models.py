@@ -430,6 +430,15 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
     call(eval_length, mamba, *text[:2], "--lengths=16,64", "--window=16", "--no_control")
 
 
+@pytest.mark.usefixtures("pictures")
+def test_default_lags_leave_room_for_the_second_copy(save, text_file, call):
+    """GPT-2's learned positions end at 128, a passage has 4 tokens."""
+    folder = save("GPT2")
+    call(copying, f"hf:{folder}", "--files", text_file, "--window=16", "--passages=3")
+    result, *_ = json.loads((folder / "copying.json").read_text())
+    assert list(result["parts"]) == ["4", "8", "12", "32", "64"]
+
+
 def test_a_model_of_the_hub_is_known_by_its_commit(save, text_file, call, tmp_path, monkeypatch):
     """As huggingface_hub stores what it has downloaded."""
     commit = "0123456789" * 4
