@@ -86,7 +86,7 @@ def layer_attention_weights(
 
 
 def head_windows(model: GPT) -> list[list[int | None]]:
-    """Return by layer how many keys a row of each head sees at most; None: no window."""
+    """Return by layer how many keys a query of each head sees at most; None: no window."""
     by_layer = []
     for layer in model.attention_layers():
         windows = []

@@ -224,10 +224,13 @@ def weights(
     return A[0].cpu(), count_keys(head_windows(run.model)[layer], idx.shape[1])
 
 
-def count_keys(heads: list[int | None], length: int) -> Tensor:
-    """The number of keys that each row of each head sees, [H, length], from the heads' windows."""
+def count_keys(windows: list[int | None], length: int) -> Tensor:
+    """The number of keys that each query of each head sees, [H, length], from the heads' windows.
+
+    None: no window.
+    """
     causal = torch.arange(1, length + 1)
-    limits = torch.tensor([window or length for window in heads])
+    limits = torch.tensor([window or length for window in windows])
     return causal.minimum(limits[:, None])
 
 

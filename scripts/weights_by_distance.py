@@ -21,7 +21,7 @@ RUN/weights_by_distance.json is a list of measurements:
 
     variant, seed, step, sha256, trained_length, dtype
     attention, rope, rope_factor, rope_theta, log_base
-    head_windows        by layer, the most keys that each head sees in a row; null: all
+    head_windows        by layer, the most keys that a query of each head sees; null: all
     data_dir, tokens    of the validation tokens
     parts               {"128 tokens": {...}}, with
         length          of a window
