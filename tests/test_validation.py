@@ -16,9 +16,9 @@ def test_tokens_fill_whole_windows_of_every_length(shards):
     assert of_256_tokens[:, 1:].size == 240
     all_there_are = stretches((16, 48), 10**6, config)
     assert all_there_are[:, 1:].size == 576  # of 600
-    with pytest.raises(UserError, match="need a multiple of 1024 tokens, .* has 599 with a"):
+    with pytest.raises(UserError, match="the text has 599 validation tokens .* multiple of 1024"):
         stretches((16, 1024), 10**6, config)
-    with pytest.raises(UserError, match="need a multiple of 512 tokens, but 256 are asked"):
+    with pytest.raises(UserError, match="256 validation tokens are read .--tokens.* of 512"):
         stretches((16, 512), 256, config)
 
 
@@ -44,7 +44,9 @@ def test_windows_inside_documents(tmp_path):
 
     of_70_tokens = stretches((8, 32), 70, config, whole_documents=True)
     assert len(of_70_tokens) == 2
-    with pytest.raises(UserError, match="multiple of 256 tokens, .* longest document .* has 179"):
+    with pytest.raises(
+        UserError, match="the longest document has 179 tokens with a target, but .* multiple of 256"
+    ):
         stretches((256,), 10**6, config, whole_documents=True)
 
     without = tmp_path / "without"

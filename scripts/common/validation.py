@@ -194,10 +194,13 @@ def stretches(
         starts.extend(range(begin, end - unit, unit))
         longest = max(longest, end - begin - 1)
     if min(wanted, longest) < unit:
+        available = f"the text has {longest} validation tokens with a target"
+        if whole_documents and longest < unit:
+            available = f"the longest document has {longest} tokens with a target"
+        elif wanted <= longest:
+            available = f"{wanted} validation tokens are read (--tokens, or val_tokens of the run)"
         raise UserError(
-            f"{config.data_dir}: lengths {list(lengths)} need a multiple of {unit} tokens, but "
-            f"{wanted} are asked for (--tokens, or val_tokens of the run), and the text, or its "
-            f"longest document with --whole_documents, has {longest} with a target"
+            f"{config.data_dir}: {available}, but lengths {list(lengths)} need a multiple of {unit}"
         )
     return sliding_window_view(tokens, unit + 1)[starts[: wanted // unit]]
 
