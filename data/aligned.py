@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.loader import Batching, Ints, TokenLoader
-from data.shards import read_shard
+from data.shards import Shard, read_shard
 from errors import UserError
 
 
@@ -35,20 +35,19 @@ class AlignedLoader(TokenLoader):
         self.end_of_text = end_of_text
         super().__init__(data_dir, batching, vocab_size)
 
-    def _count_sequences(self, tokens: list[int], batching: Batching) -> list[int]:
+    def _count_sequences(self, shards: list[Shard], batching: Batching) -> list[int]:
         size = batching.block_size + 1
         counts = []
         spans = []
         hidden = True if batching.rank else None  # None: hidden if there is no terminal
-        paths = tqdm(self._paths, "documents", leave=False, delay=2, disable=hidden)
-        for path, count in zip(paths, tokens, strict=True):
-            starts = np.flatnonzero(read_shard(path) == self.end_of_text)
+        for file, tokens in tqdm(shards, "documents", leave=False, delay=2, disable=hidden):
+            starts = np.flatnonzero(read_shard(str(file.name)) == self.end_of_text)
             if len(starts) == 0:
                 raise UserError(
-                    f"align_documents = True, but {path} has no end-of-text token (id "
+                    f"align_documents = True, but {file.name} has no end-of-text token (id "
                     f"{self.end_of_text}), with which documents begin"
                 )
-            documents, lengths = best_fit(np.diff(starts, append=count), size)
+            documents, lengths = best_fit(np.diff(starts, append=tokens), size)
             counts.append(lengths.sum() // size)
             spans.append(np.stack((starts[documents], lengths), axis=1).astype(np.int32))
         # start and length of the documents of every sequence, one sequence after another

@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data.shards import (
+    Shard,
     Tokens,
     check_ids,
-    count_tokens,
     list_shards,
+    open_shards,
     read_shard,
     read_spans,
 )
@@ -136,17 +137,22 @@ class TokenLoader(Loader):
         self.data_dir = data_dir
         self.source = str(data_dir)
         self.vocab_size = vocab_size
-        self._paths = list_shards(data_dir, "train")
-        tokens = [count_tokens(path) for path in self._paths]
-        self.tokens = sum(tokens)
+        shards = open_shards(list_shards(data_dir, "train"))
+        self._files = [file for file, _ in shards]
+        self.tokens = sum(tokens for _, tokens in shards)
         # index of each shard's first sequence, then the total number of sequences
-        self.first_sequence = np.cumsum([0, *self._count_sequences(tokens, batching)])
-        self.val_tokens = sum(map(count_tokens, list_shards(data_dir, "val"))) - 1
+        self.first_sequence = np.cumsum([0, *self._count_sequences(shards, batching)])
+        self._validation_tokens: dict[int, Tokens] = {}  # by their number
+        val_shards = open_shards(list_shards(data_dir, "val"))
+        self.val_tokens = sum(tokens for _, tokens in val_shards) - 1
         super().__init__(int(self.first_sequence[-1]), batching)
 
     def open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:
         T = self.batching.block_size
-        tokens = validation_tokens(self.data_dir, max_tokens, self.vocab_size)
+        tokens = self._validation_tokens.get(max_tokens)
+        if tokens is None:  # read once: the folder may be moved while a run trains
+            tokens = validation_tokens(self.data_dir, max_tokens, self.vocab_size)
+            self._validation_tokens[max_tokens] = tokens
         sequences = sliding_window_view(tokens, T + 1)[::T]
         return lambda index: inputs_and_targets(sequences[index])
 
@@ -168,9 +174,9 @@ class TokenLoader(Loader):
         # the first position begins a document, or continues one that began in another sequence
         return float(1 + is_start[:, 1:].sum() / count)
 
-    def _count_sequences(self, tokens: list[int], batching: Batching) -> list[int]:
-        """How many sequences each shard has, of its number of tokens."""
-        return [(count - 1) // batching.block_size for count in tokens]
+    def _count_sequences(self, shards: list[Shard], batching: Batching) -> list[int]:
+        """How many sequences each shard has."""
+        return [(tokens - 1) // batching.block_size for _, tokens in shards]
 
     def _shard(self, sequence: Ints) -> Ints:
         """The index of the shard of each of these sequences."""
@@ -185,7 +191,7 @@ class TokenLoader(Loader):
 
     def _read_sequences(self, sequence: Ints) -> Tokens:
         """The tokens of these sequences, [b, T + 1]."""
-        tokens = read_spans(self._paths, self._spans(sequence), self.vocab_size)
+        tokens = read_spans(self._files, self._spans(sequence), self.vocab_size)
         return tokens.reshape(len(sequence), -1)
 
     def read(self, step: int) -> Batch:

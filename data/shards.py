@@ -8,9 +8,11 @@ tokenizer is built in.
 
 import functools
 import hashlib
+import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 
@@ -40,6 +42,7 @@ START_BYTES = 1 << 20
 Identity = dict[str, str]
 
 Tokens = NDArray[np.uint16]
+Shard = tuple[FileIO, int]  # an open file, and its number of tokens
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -85,15 +88,18 @@ def write_shard(path: str | Path, tokens: Tokens) -> None:
         file.write(np.ascontiguousarray(tokens, dtype=TOKEN).data)
 
 
-def count_tokens(path: str | Path) -> int:
-    """Return the number of tokens of a shard, by its header.
+def open_shard(path: str | Path) -> Shard:
+    """Open a shard; returns its file, and its number of tokens by its header.
 
     Raises UserError if the file is missing, is not a shard of this version, or does not have
     exactly the size that follows from its header.
     """
-    with readable(path):
-        header = np.fromfile(path, HEADER, 3).tolist()
-        size = Path(path).stat().st_size
+    try:
+        file = FileIO(path)
+        size = os.fstat(file.fileno()).st_size
+        header = np.fromfile(file, HEADER, 3).tolist()
+    except OSError as error:
+        raise UserError(f"{path}: the shard cannot be read: {error.strerror}") from error
     if len(header) < 3 or header[:2] != [MAGIC, VERSION]:
         raise UserError(f"{path}: not a shard: it starts with {header[:2]}, not {MAGIC}, {VERSION}")
     tokens = header[2]
@@ -103,16 +109,7 @@ def count_tokens(path: str | Path) -> int:
             f"{path}: its header gives {tokens} tokens, which take {expected} bytes, but the "
             f"file has {size}; it is truncated or damaged: repeat the command that made it"
         )
-    return tokens
-
-
-@contextmanager
-def readable(path: str | Path) -> Iterator[None]:
-    """Raise UserError, naming the shard, if reading it in the block raises OSError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path}: the shard cannot be read: {error.strerror}") from error
+    return file, tokens
 
 
 def byte_offset(index: int) -> int:
@@ -120,28 +117,45 @@ def byte_offset(index: int) -> int:
     return HEADER_BYTES + index * TOKEN.itemsize
 
 
-def read_shard(path: str | Path, at_most: int | None = None) -> Tokens:
-    """Read a shard's first tokens, or all, [n]; raises UserError as `count_tokens`."""
-    count = count_tokens(path)
-    if at_most is not None:
-        count = min(count, at_most)
-    return np.fromfile(path, TOKEN, count, offset=HEADER_BYTES)
+def open_shards(paths: list[Path]) -> list[Shard]:
+    """Open many shards as `open_shard` does, after raising the limit on open files, often 1,024."""
+    import resource  # Windows has none
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(paths), hard), hard))
+    return [open_shard(path) for path in paths]
 
 
-def read_spans(paths: Sequence[Path], spans: NDArray[np.int64], vocab_size: int) -> Tokens:
-    """Read spans [n, 3], one after another: the index of a shard, of a token in it, and a length.
+def read_shard(path: str | Path, count: int = sys.maxsize) -> Tokens:
+    """Read the first `count` tokens of a shard, or all, [n]; raises UserError as `open_shard`."""
+    file, available = open_shard(path)
+    with file:
+        return np.fromfile(path, TOKEN, min(available, count), offset=HEADER_BYTES)
+
+
+def read_spans(files: Sequence[FileIO], spans: NDArray[np.int64], vocab_size: int) -> Tokens:
+    """Read spans [n, 3], one after another: the index of a file, of a token in it, and a length.
 
     Only these bytes are read; a page fault of a memory map would read megabytes ahead. Raises
-    UserError if a shard cannot be read to the end of a span, or a token is not below `vocab_size`.
+    UserError if a file ends before its span does, or a token is not below `vocab_size`.
     """
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        # a disk that knows all spans reads many at the same time
+        for index, start, length in spans.tolist():
+            descriptor = files[index].fileno()
+            size = length * TOKEN.itemsize
+            os.posix_fadvise(descriptor, byte_offset(start), size, os.POSIX_FADV_WILLNEED)
     chunks = []
     for index, start, length in spans.tolist():
-        path = paths[index]
-        with readable(path):
-            tokens = np.fromfile(path, TOKEN, length, offset=byte_offset(start))
-        if len(tokens) < length:
-            raise UserError(f"{path}: the shard ends before token {start + length}: copy it again")
-        check_ids(path, tokens, vocab_size, start)
+        file = files[index]
+        size = length * TOKEN.itemsize
+        content = os.pread(file.fileno(), size, byte_offset(start))
+        if len(content) < size:
+            raise UserError(
+                f"{file.name} has shrunk: it ends before token {start + length}; copy it again"
+            )
+        tokens = np.frombuffer(content, TOKEN)
+        check_ids(file.name, tokens, vocab_size, start)
         chunks.append(tokens)
     return np.concatenate(chunks)
 

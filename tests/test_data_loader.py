@@ -1,6 +1,7 @@
 """Batches: each sequence once an epoch, for any number of processes, steps in any order."""
 
 import os
+import resource
 import time
 
 import numpy as np
@@ -160,19 +161,22 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_batch(data_dir):
     assert len(without_that_shard) == 1
 
 
-def test_a_shard_that_shrinks_or_goes_is_refused(data_dir):
+def test_a_shard_that_shrinks_is_refused(data_dir):
     loader = open_loader(data_dir, 19, seed=0)
-    path = data_dir / "x_train_000003.bin"
-    os.truncate(path, 1024 + 2 * 20)
-    with pytest.raises(UserError, match=f"{path}: the shard ends before token"):
-        loader.batch(0)
-    path.unlink()
-    with pytest.raises(UserError, match=f"{path}: the shard cannot be read: No such file"):
+    os.truncate(data_dir / "x_train_000003.bin", 1024 + 2 * 20)
+    with pytest.raises(UserError, match="x_train_000003.bin has shrunk: it ends before token"):
         loader.batch(0)
 
 
-def test_only_headers_and_sequences_are_read(tmp_path):
-    """100 billion tokens, in files that are holes: 200 GB to any loader that reads them."""
+def test_only_headers_and_sequences_are_read(tmp_path, request):
+    """100 billion tokens, in files that are holes: 200 GB to any loader that reads them.
+
+    They are more files than a process may open at first.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = limits
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard_limit))
     header = np.zeros(256, dtype="<i4")
     header[:3] = [20240520, 1, 10**8]
     for k in range(1000):

@@ -48,7 +48,7 @@ def test_refuses_what_is_no_whole_shard(tmp_path, data, message):
     if data is not None:
         path.write_bytes(data)
     with pytest.raises(UserError, match=message) as error:
-        shards.count_tokens(path)
+        shards.open_shard(path)
     assert str(path) in str(error.value)
 
 
