@@ -156,9 +156,8 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
 
     # after the weights are final: DDP copies rank 0's to all ranks
     loss_fn = compile_and_distribute(model, config, kernel_facts["attention_path"])
-    documents = loader.documents_per_sequence if loader is not None else None
-    if documents is not None and "varlen" in kernel_facts["attention_path"]:
-        check_capacity(config, documents)
+    if loader is not None and loader.documents and "varlen" in kernel_facts["attention_path"]:
+        check_capacity(config, loader.documents.per_sequence)
     if rank() == 0:
         say(describe(config, training, loader, world_size()))
         if loader is not None and not config.dry_run:

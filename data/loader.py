@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from data.shards import (
     Shard,
     Tokens,
     check_ids,
+    has_token,
     list_shards,
     open_shards,
     read_shard,
@@ -52,6 +54,14 @@ class Batching:
     device: torch.device = torch.device("cpu")  # where batches are copied to; a GPU by its index
 
 
+class Documents(NamedTuple):
+    """Statistics of the training sequences, for attention within documents."""
+
+    per_sequence: float  # mean number of documents, including those that are cut off
+    n_quartiles: list[int]  # of n, the number of keys that a query sees within its document
+    shards_without: list[str]  # training and validation shards in which no document begins
+
+
 class Loader(ABC):
     """Shuffled training batches, and validation batches; an epoch has `n_sequences` sequences.
 
@@ -61,7 +71,7 @@ class Loader(ABC):
     source: str  # where the batches come from, for messages
     tokens: int  # of an epoch
     val_tokens: int  # of the whole validation set, each with a target
-    documents_per_sequence: float | None = None  # mean of training, with document_mask
+    documents: Documents | None = None  # with document_mask
     cropped: float = 0.0  # share of an epoch's tokens that align_documents leaves out
 
     def __init__(self, n_sequences: int, batching: Batching) -> None:
@@ -156,23 +166,31 @@ class TokenLoader(Loader):
         sequences = sliding_window_view(tokens, T + 1)[::T]
         return lambda index: inputs_and_targets(sequences[index])
 
-    def count_documents(self, end_of_text: int) -> float:
-        """Return the mean number of documents in a training sequence, the ones cut off included.
+    def measure_documents(self, end_of_text: int) -> Documents:
+        """Count the documents of up to SAMPLED_SEQUENCES training sequences, evenly spread.
 
-        Up to SAMPLED_SEQUENCES sequences, evenly spread, are read. Raises UserError if no document
-        begins in them.
+        Raises UserError if no document begins in any training shard.
         """
+        without = []
+        for split in ("train", "val"):
+            paths = list_shards(self.data_dir, split)
+            missing = [path.name for path in paths if not has_token(path, end_of_text)]
+            if split == "train" and len(missing) == len(paths):
+                raise UserError(
+                    f"document_mask = True, but no training shard of {self.data_dir} has an "
+                    f"end-of-text token (id {end_of_text}), with which documents begin"
+                )
+            without += missing
         count = min(self.n_sequences, SAMPLED_SEQUENCES)
         sample = np.linspace(0, self.n_sequences - 1, count, dtype=np.int64)
-        inputs = self._read_sequences(sample)[:, : self.batching.block_size]
-        is_start = inputs == end_of_text
-        if not is_start.any():
-            raise UserError(
-                f"document_mask = True, but {count} training sequences of {self.data_dir}, evenly "
-                f"spread, have no end-of-text token (id {end_of_text}), with which documents begin"
-            )
-        # the first position begins a document, or continues one that began in another sequence
-        return float(1 + is_start[:, 1:].sum() / count)
+        T = self.batching.block_size
+        tokens = self._read_sequences(sample)[:, :T]
+        is_start = tokens == end_of_text
+        is_start[:, 0] = True
+        token = np.arange(T)
+        n = token - np.maximum.accumulate(np.where(is_start, token, 0), axis=1) + 1
+        quartiles = np.quantile(n, (0.25, 0.5, 0.75)).round().astype(int).tolist()
+        return Documents(is_start.sum() / count, quartiles, without)
 
     def _count_sequences(self, shards: list[Shard], batching: Batching) -> list[int]:
         """How many sequences each shard has."""

@@ -133,6 +133,11 @@ def read_shard(path: str | Path, count: int = sys.maxsize) -> Tokens:
         return np.fromfile(path, TOKEN, min(available, count), offset=HEADER_BYTES)
 
 
+def has_token(path: Path, token: int) -> bool:
+    """Tell whether a shard has a token; a common one is near its start."""
+    return token in read_shard(path, START_BYTES) or token in read_shard(path)
+
+
 def read_spans(files: Sequence[FileIO], spans: NDArray[np.int64], vocab_size: int) -> Tokens:
     """Read spans [n, 3], one after another: the index of a file, of a token in it, and a length.
 

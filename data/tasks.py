@@ -81,7 +81,7 @@ def open_text(config: Config, batching: Batching) -> TokenLoader:
     else:
         loader = TokenLoader(*arguments)
     if config.document_mask:
-        loader.documents_per_sequence = loader.count_documents(config.end_of_text)
+        loader.documents = loader.measure_documents(config.end_of_text)
     return loader
 
 
@@ -98,7 +98,7 @@ class AlternatingLoader(Loader):
         self.source = f"{text.source} and {recall.source} in turn"
         self.tokens = 2 * text.tokens
         self.val_tokens = text.val_tokens
-        self.documents_per_sequence = text.documents_per_sequence
+        self.documents = text.documents
         self.cropped = text.cropped
         super().__init__(2 * text.n_sequences, text.batching)
 

@@ -1,7 +1,7 @@
 """What a run prints about itself before its first step."""
 
 from config import Config, settings_in
-from data.loader import Loader
+from data.loader import Documents, Loader
 from model import GPT
 from runtime.checkpoint import Training
 from runtime.hf_config import PRETRAINED
@@ -43,9 +43,8 @@ def describe(
             f"training sequences begin at a document: {loader.cropped:.1%} of the tokens "
             "are cropped"
         )
-    if loader is not None and loader.documents_per_sequence is not None:
-        mean = loader.documents_per_sequence
-        lines.append(f"a training sequence has {mean:.1f} documents on average")
+    if loader is not None and loader.documents is not None:
+        lines += describe_documents(loader.documents, has_windows=set(by_layer) != {"all"})
     for key, (before, now) in training.changes.items():
         lines.append(f"from step {training.step} on {key} = {now!r}, before {before!r}")
     lines += describe_initial(config)
@@ -84,6 +83,20 @@ def describe_initial(config: Config) -> list[str]:
                 f"{key} = {getattr(config, key)!r}; {config.init_from} was trained with "
                 f"{getattr(before, key)!r}"
             )
+    return lines
+
+
+def describe_documents(documents: Documents, has_windows: bool) -> list[str]:
+    low, median, high = documents.n_quartiles
+    limit = ", where no attention window limits it" if has_windows else ""
+    lines = [
+        f"a training sequence has {documents.per_sequence:.1f} documents on average; n, the keys "
+        f"that a query sees in its document, has quartiles {low:,}, {median:,} and {high:,}{limit}"
+    ]
+    for name in documents.shards_without:
+        lines.append(
+            f"warning: no document begins in {name}: each of its sequences is one document"
+        )
     return lines
 
 

@@ -149,8 +149,9 @@ def test_validation_stays_in_the_stream(data_dir):
 def test_documents_are_counted_in_aligned_windows(data_dir):
     windows = np.array(expected_windows())[:, :T]
     documents = (windows == END).sum()
-    loader = open_aligned(data_dir, 4, seed=0)
-    assert loader.count_documents(END) == pytest.approx(documents / len(windows))
+    measured = open_aligned(data_dir, 4, seed=0).measure_documents(END)
+    assert measured.per_sequence == pytest.approx(documents / len(windows))
+    assert measured.shards_without == ["x_val_000000.bin"]
 
 
 def test_what_cannot_be_aligned_is_refused(data_dir):

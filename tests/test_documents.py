@@ -237,9 +237,11 @@ def test_validation_is_within_documents_and_the_run_says_how_long_they_are(
     assert metrics(run, "val_loss")[0] == pytest.approx(expected, rel=1e-5)
     printed = capsys.readouterr().out
     loader = TokenLoader(documents, Batching(16, 8, 0), 257)
-    mean = loader.count_documents(END)
-    assert 3 < mean < 4
-    assert f"a training sequence has {mean:.1f} documents on average\n" in printed
+    measured = loader.measure_documents(END)
+    assert 3 < measured.per_sequence < 4
+    assert f"a training sequence has {measured.per_sequence:.1f} documents on average" in printed
+    lower, median, upper = measured.n_quartiles
+    assert f"quartiles {lower}, {median} and {upper}\n" in printed
     assert "warning" not in printed
 
 
@@ -250,17 +252,33 @@ def test_documents_are_counted_in_all_windows(tmp_path):
     write_shard(tmp_path / "x_train_000001.bin", tokens)
     write_shard(tmp_path / "x_val_000000.bin", tokens[9:])
     loader = TokenLoader(tmp_path, Batching(8, 2, 0), 257)
-    assert loader.count_documents(END) == 1.5
+    measured = loader.measure_documents(END)
+    assert measured.per_sequence == 1.5
+    n_of_first_window = [1, 2, 3, 1, 2, 3, 4, 5]
+    n_of_second_window = [1, 2, 3, 4, 5, 6, 7, 8]
+    n = [*n_of_first_window, *n_of_second_window]
+    quartiles = np.quantile(n, (0.25, 0.5, 0.75))
+    assert measured.n_quartiles == [round(x) for x in quartiles]
+    assert measured.shards_without == ["x_val_000000.bin"]
+    with pytest.raises(UserError, match=r"no training shard of .* end-of-text token \(id 255\)"):
+        loader.measure_documents(255)
 
 
-def test_training_shards_without_documents_are_refused(train, documents, tmp_path, refused):
+def test_a_shard_without_documents_is_said(train, documents, tmp_path, capsys, refused):
     data = shutil.copytree(documents, tmp_path / "data")
-    for path in data.glob("*_train_*.bin"):
-        tokens = read_shard(path)
-        tokens[tokens == END] = 32
-        write_shard(path, tokens)
     settings = (*MASKED, f"--data_dir={data}", "--max_iters=0")
-    refused(train, "run", *settings, says="evenly spread, have no end-of-text token (id 256)")
+
+    def remove_ends(name):
+        tokens = read_shard(data / name)
+        tokens[tokens == END] = 32
+        write_shard(data / name, tokens)
+
+    remove_ends("text_train_000002.bin")
+    train("run", *settings)
+    printed = capsys.readouterr().out
+    assert "warning: no document begins in text_train_000002.bin" in printed
+    remove_ends("text_train_000001.bin")
+    refused(train, "other", *settings, says="no training shard of")
 
 
 def test_a_resumed_run_keeps_its_mask(train, documents, refused):
