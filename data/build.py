@@ -93,6 +93,7 @@ def build(
     options: argparse.Namespace,
     source: str,
     documents: list,
+    content: list | None = None,
 ) -> None:
     """Make a folder of shards `<prefix>_<split>_<number>.bin` and its meta.json.
 
@@ -100,7 +101,7 @@ def build(
     two streams, or the first shard of a single stream. `options` is the result of `parse_options`,
     with `repeat` and `within` for `with_repeats`; its `out_dir` is data/`folder` by default. A
     second call resumes after the last whole shard, or says that all is done. meta.json records
-    `source`, and a hash of `documents`, a JSON value that changes with the documents.
+    `source`, and hashes of `documents` and `content`, JSON values that change with the documents.
 
     Raises UserError if the folder holds shards of other documents or settings, or of unknown
     origin; if another process is making them; or if the documents have too few tokens for both
@@ -110,7 +111,8 @@ def build(
     wanted: shards.Meta = {
         "tokenizer": identify(options.tokenizer),
         "shard_size": options.shard_size,
-        "documents": hashlib.sha256(json.dumps(documents).encode()).hexdigest(),
+        "documents": hash_json(documents),
+        "content": hash_json(content) if content is not None else None,
         "source": source,
         "repeat": (options.repeat, options.within) if options.repeat else None,
         "split_at": options.split_at,
@@ -130,6 +132,10 @@ def build(
     print(f"{out_dir}: {outcome}, {tokens:,} tokens in {len(meta['shards'])} shards")
 
 
+def hash_json(value: list) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
 def resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
     """The meta.json to go on from: its shards up to the first one that is missing or damaged.
 
@@ -143,7 +149,7 @@ def resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
         raise UserError(
             f"{out_dir}: holds .bin files that this command did not make; use another --out_dir"
         )
-    for key in ("tokenizer", "shard_size", "repeat", "split_at", "documents"):
+    for key in ("tokenizer", "shard_size", "repeat", "split_at", "documents", "content"):
         before = meta.get(key)
         now = wanted.get(key)
         if before != now:

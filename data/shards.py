@@ -74,6 +74,7 @@ class Meta(TypedDict):
     # the share and length of data.build.with_repeats; earlier versions left out what is unset
     repeat: NotRequired[tuple[float, Count] | None]
     split_at: NotRequired[str | None]  # the mark between documents
+    content: NotRequired[str | None]  # a hash of the documents' files, if `documents` has none
     complete: bool  # otherwise more shards are to be made
     shards: list[Entry]
 

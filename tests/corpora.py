@@ -24,8 +24,6 @@ def make_documents(n, longest=400, seed=0):
 
 
 def write_parquet(path, documents, rows=7, column="text"):
-    """Write a file, and its folder if there is none; returns its path."""
-    path.parent.mkdir(exist_ok=True)
     table = pa.table({"id": range(len(documents)), column: documents})
     pq.write_table(table, path, rows)
     return path
@@ -63,9 +61,9 @@ def tokens_in(folder):
     return np.concatenate([shards.read_shard(path) for path in paths])
 
 
-def run_fineweb(dataset, out_dir, *more, shard_size=1000, workers=1):
+def run_fineweb(parquet, out_dir, *more, shard_size=1000, workers=1):
     arguments = [
-        f"--dataset={dataset}",
+        f"--parquet={parquet}",
         f"--out_dir={out_dir}",
         f"--shard_size={shard_size}",
         f"--workers={workers}",

@@ -42,9 +42,9 @@ def test_resume_after_every_shard(tmp_path, monkeypatch, shard_size, piece):
 
 @pytest.mark.parametrize("lose", [Path.unlink, lambda path: path.write_bytes(b"damaged")])
 def test_a_lost_shard_is_made_again_without_what_is_before_it(tmp_path, monkeypatch, lose):
-    folder = write_parquet(tmp_path / "parquet/x.parquet", ["some words " * 9] * 400).parent
+    path = write_parquet(tmp_path / "x.parquet", ["some words " * 9] * 400)
     out = tmp_path / "out"
-    whole = run_fineweb(folder, out)
+    whole = run_fineweb(path, out)
     tokenise = build.tokenise
     tokenised = []
 
@@ -55,7 +55,7 @@ def test_a_lost_shard_is_made_again_without_what_is_before_it(tmp_path, monkeypa
 
     monkeypatch.setattr(fineweb, "tokenise", counted)
     lose(max(out.glob("*train*.bin")))
-    assert run_fineweb(folder, out) == whole
+    assert run_fineweb(path, out) == whole
     assert len(tokens_in(out)) == 8000
     assert 1000 <= sum(tokenised) < 1700
 
@@ -98,7 +98,7 @@ def test_a_finished_set_is_left_alone(corpus, tmp_path, call, capsys, refused):
     for path, time in times.items():
         assert path.stat().st_mtime_ns == time
 
-    again = (call, fineweb, "--dataset", folder, "--out_dir", out)
+    again = (call, fineweb, "--parquet", folder, "--out_dir", out)
     refused(*again, "--shard_size=999", says="shard_size 1000, not 999")
     with lock_folder(out, ""):
         refused(*again, says="another process is making this set")
@@ -111,14 +111,13 @@ def test_a_finished_set_is_left_alone(corpus, tmp_path, call, capsys, refused):
 
 
 def test_sets_of_earlier_versions_are_known(corpus, tmp_path, capsys):
-    """Their meta.json leaves out what is unset, and may have a hash of the files' content."""
+    """Their meta.json leaves out what is unset."""
     _, folder = corpus
     out = tmp_path / "out"
     run_fineweb(folder, out)
     meta = read_json(out / "meta.json")
     del meta["repeat"]
     del meta["split_at"]
-    meta["content"] = "a hash"
     (out / "meta.json").write_text(json.dumps(meta))
     capsys.readouterr()
     run_fineweb(folder, out)

@@ -1,10 +1,15 @@
 """`python -m data.fineweb`: the tokens, datasets of the hub, refusals."""
 
+import hashlib
 import json
+import os
 import shutil
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from data import fineweb, shards
 from tests.corpora import (
@@ -32,7 +37,7 @@ def test_fineweb_shards(corpus, tmp_path, capsys):
         assert np.array_equal(shard, tokens[start : start + 1000])
     meta = shards.read_meta(out)
     assert meta["tokenizer"] == "gpt2"
-    assert meta["source"] == f"{folder} train text"
+    assert meta["source"] == str(folder)
     assert [shard["name"] for shard in meta["shards"]] == names
     assert {path.name for path in out.iterdir()} == {*names, ".lock", "meta.json"}
     assert f"done, {len(tokens):,} tokens" in capsys.readouterr().out
@@ -41,28 +46,28 @@ def test_fineweb_shards(corpus, tmp_path, capsys):
 def test_fineweb_refusals(corpus, tmp_path, call, refused):
     _, folder = corpus
 
-    def says(message, dataset, *more, out="out"):
-        paths = (f"--out_dir={tmp_path / out}", f"--dataset={dataset}")
+    def says(message, parquet, *more, out="out"):
+        paths = (f"--out_dir={tmp_path / out}", f"--parquet={parquet}")
         refused(call, fineweb, "--workers=1", *paths, *more, says=message)
-
-    def write(name, rows, **options):
-        return write_parquet(tmp_path / name, rows, **options).parent
 
     says("tokens fill only the validation shard", folder)
     shutil.rmtree(tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken/x.parquet").write_bytes(b"PAR1 no")
-    for name in ("none", "empty", "broken"):
+    os.mkfifo(tmp_path / "pipe.parquet")  # opening it would wait for ever
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
+    for name in ("none", "empty", "pipe.parquet", "broken.parquet"):
         path = tmp_path / name
         says(f"{path}: cannot be read: ", path)
-    other = write("other/x.parquet", ["a"], column="content")
+    (first, *_) = sorted(folder.glob("**/*.parquet"))
+    says("a file is named twice", folder, "--parquet", folder, first)
+    other = write_parquet(tmp_path / "other.parquet", ["a"], column="content")
     says("Column name ['text'] not in the dataset. Columns in the dataset: ['id'", other)
-    mixed = write("mixed/a.parquet", ["a document"])
-    write("mixed/b.parquet", [["a", "list"]])
-    says(f"{mixed}/b.parquet: cannot be read: ", mixed)
-    numbers = write("numbers/x.parquet", [17])
-    says('numbers/x.parquet: "text" must be a string, not int', numbers)
+    (tmp_path / "mixed").mkdir()
+    write_parquet(tmp_path / "mixed/a.parquet", ["a document"])
+    lists = write_parquet(tmp_path / "mixed/b.parquet", [["a", "list"]])
+    says(f"{lists}: cannot be read: ", tmp_path / "mixed")
+    numbers = write_parquet(tmp_path / "numbers.parquet", [17])
+    says('numbers.parquet: "text" must be a string, not int', numbers)
     (tmp_path / "foreign").mkdir()
     shards.write_shard(tmp_path / "foreign/fineweb_train_000007.bin", np.zeros(1, np.uint16))
     says("foreign: holds .bin files that this", folder, out="foreign")
@@ -76,7 +81,7 @@ def test_nulls_are_left_out_and_counted(tmp_path, call, capsys):
     write_parquet(folder / "0.parquet", documents[:20])
     write_parquet(folder / "1.parquet", [*documents[20:200], None, *documents[200:]])
     out = tmp_path / "out"
-    call(fineweb, "--dataset", folder, "--out_dir", out, "--shard_size=1000", "--workers=1")
+    call(fineweb, "--parquet", folder, "--out_dir", out, "--shard_size=1000", "--workers=1")
     assert np.array_equal(tokens_in(out), expected_tokens(documents))
     assert "empty documents left out: 2\n" in capsys.readouterr().out
 
@@ -90,12 +95,27 @@ def test_no_network_is_said_at_once(tmp_path, monkeypatch, call, refused):
     assert not (tmp_path / "x").exists()
 
 
+def test_files_on_disk_need_no_network(corpus, tmp_path, monkeypatch):
+    requests = []
+
+    def connect(*arguments):
+        requests.append(arguments)
+        raise OSError("no network")  # datasets catches any error
+
+    monkeypatch.setattr("socket.getaddrinfo", connect)
+    monkeypatch.setattr("socket.socket.connect", connect)
+    _, folder = corpus
+    run_fineweb(folder, tmp_path / "out")
+    assert requests == []
+
+
 @pytest.fixture
-def hub(tmp_path):
+def hub(tmp_path, monkeypatch):
     """Make the folder of a dataset with one configuration of one split.
 
     `datasets` reads a folder as it reads a repository of the hub.
     """
+    monkeypatch.setattr("huggingface_hub.dataset_info", lambda repo, timeout: None)
 
     def make(repo, configuration, split):
         folder = tmp_path / repo
@@ -109,36 +129,54 @@ def hub(tmp_path):
     return make
 
 
-def test_a_configuration_has_the_shards_of_its_files(corpus, tmp_path, hub, monkeypatch):
+def test_the_shards_are_the_same_from_the_hub_and_from_disk(corpus, tmp_path, hub, monkeypatch):
     _, folder = corpus
     repo = hub("edu", "sample-10BT", "train")
     out = tmp_path / "out"
     shutil.copytree(folder, repo / "sample")
     monkeypatch.setitem(fineweb.DATASETS, "fineweb-edu", str(repo))
     fineweb.main(["--dataset=fineweb-edu", "--shard_size=1000", f"--out_dir={out}"])
-    configured = contents(out)
-    files_alone = run_fineweb(folder, tmp_path / "alone")
-    meta = configured.pop("meta.json")
-    meta_of_files = files_alone.pop("meta.json")
-    assert configured == files_alone
-    assert meta["documents"] == meta_of_files["documents"]
+    streamed = contents(out)
+    local = run_fineweb(folder, tmp_path / "local", f"--dataset={repo}")
+    meta = streamed.pop("meta.json")
+    local_meta = local.pop("meta.json")
+    assert streamed == local
+    assert meta["documents"] == local_meta["documents"]
+    assert meta["content"] == local_meta["content"]
     assert meta["source"] == f"{repo} sample-10BT train text"
 
 
-def test_a_folder_needs_no_network(corpus, tmp_path, monkeypatch):
-    def connect(*arguments):
-        raise AssertionError("a request over the network")
+def test_edited_files_of_the_same_size_are_noticed(tmp_path, call, capsys, refused):
+    source = tmp_path / "x.parquet"
+    out = tmp_path / "out"
+    arguments = (call, fineweb, "--parquet", source, "--out_dir", out, "--shard_size=1000")
 
-    monkeypatch.setattr("socket.getaddrinfo", connect)
-    monkeypatch.setattr("socket.socket.connect", connect)
-    _, folder = corpus
-    run_fineweb(folder, tmp_path / "out")
+    def write(text):
+        table = pa.table({"text": [text] * 400})
+        pq.write_table(table, source, compression="none", use_dictionary=False)
+        return source.stat().st_size
+
+    size = write("some words of a text")
+    run_fineweb(source, out)
+    before = tokens_in(out)
+    assert write("more words of a text") == size
+    refused(*arguments, says=(f"{out}: made with content ", "delete the folder"))
+    shutil.rmtree(out)
+    run_fineweb(source, out)
+    assert not np.array_equal(tokens_in(out), before)
 
 
-def test_the_default_folder():
-    assert fineweb.default_folder("x/My.Set", "small") == "my_set_small"
-    assert fineweb.default_folder("HuggingFaceFW/fineweb", "sample-10BT") == "fineweb10B"
-    assert fineweb.default_folder("downloads/My.Set/", None) == "my_set"
+def test_the_hub_knows_the_checksums_of_large_files(tmp_path):
+    class Hub(LocalFileSystem):
+        def info(self, path, **kwargs):
+            return super().info(path, **kwargs) | {"lfs": lfs}
+
+    path = tmp_path / "x"
+    path.write_bytes(b"small")
+    lfs = {"sha256": "of the large file"}
+    assert fineweb.checksum(Hub(), str(path)) == "of the large file"
+    lfs = None
+    assert fineweb.checksum(Hub(), str(path)) == hashlib.sha256(b"small").hexdigest()
 
 
 def test_any_dataset_of_the_hub(tmp_path, hub):
