@@ -27,18 +27,18 @@ class Rules:
         if self.split_at == "":
             raise UserError("--split_at needs a mark, such as '<|endoftext|>'")
 
-    def documents(self, source: str | Path, rows: Iterable[Any]) -> Iterator[str]:
+    def documents(self, source: str, rows: Iterable[tuple[int, Any]]) -> Iterator[str]:
         """Yield the documents of rows: each row, or what is between marks, unless it is empty.
 
-        A null is an empty row. Raises UserError, which names `source`, for any other row that is
-        not a string.
+        Each row comes with its number in `source`, such as "x.parquet, row". A null is an empty
+        row. Raises UserError, which names the row by both, for any other row that is not a string.
         """
-        for row in rows:
+        for number, row in rows:
             if row is None:
                 row = ""
             if not isinstance(row, str):
                 kind = type(row).__name__
-                raise UserError(f'{source}: "{self.column}" must be a string, not {kind}')
+                raise UserError(f'{source} {number}: "{self.column}" must be a string, not {kind}')
             documents = [row]
             if self.split_at:
                 documents = [document.strip() for document in row.split(self.split_at)]

@@ -76,7 +76,7 @@ def open_dataset(
             try:
                 for batch in batches:
                     rows = batch[column]
-                    yield row, list(args.rules.documents(path, rows))
+                    yield row, list(args.rules.documents(f"{path}, row", enumerate(rows, row)))
                     row += len(rows)
             finally:
                 # a reader that outlives Python aborts the process (apache/arrow issue 45214)

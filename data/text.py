@@ -119,14 +119,15 @@ def read_file(path: Path, rules: Rules) -> Iterator[str]:
     Raises UserError if the file cannot be read or parsed.
     """
     with reading(path):
-        rows: Iterable[Any]
         if path.name.endswith(PLAIN):
-            rows = read_plain(path, rules.split_at)
+            texts = read_plain(path, rules.split_at)
+            yield from rules.documents(f"{path}, text", enumerate(texts))
         elif path.suffix == ".parquet":
-            rows = read_parquet(path, rules.column)
+            entries = read_parquet(path, rules.column)
+            yield from rules.documents(f"{path}, row", enumerate(entries))
         else:
-            rows = read_json_lines(path, rules.column)
-        yield from rules.documents(path, rows)
+            lines = read_json_lines(path, rules.column)
+            yield from rules.documents(f"{path}, line", lines)
 
 
 def read_plain(path: Path, mark: str | None) -> Iterator[str]:
@@ -152,8 +153,8 @@ def read_parquet(path: Path, column: str) -> Iterator[Any]:
         yield from batch[column].to_pylist()
 
 
-def read_json_lines(path: Path, field: str) -> Iterator[Any]:
-    """Yield each line's value of a field."""
+def read_json_lines(path: Path, field: str) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each line that is not blank, from 1 on, and its value of a field."""
     with io.BufferedReader(pyarrow.input_stream(path)) as lines:  # decompresses by the suffix
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -165,7 +166,7 @@ def read_json_lines(path: Path, field: str) -> Iterator[Any]:
                             f"{name}: no field {field!r}: name the field of the text with --field"
                         )
                     value = row[field]
-                yield value
+                yield number, value
 
 
 def inspect(files: Files, rules: Rules) -> list[Source]:

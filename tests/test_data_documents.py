@@ -4,7 +4,7 @@ from data.documents import Rules
 
 
 def documents_of(rules, *rows):
-    return list(rules.documents("a file", rows))
+    return list(rules.documents("a file, row", enumerate(rows)))
 
 
 def test_rows_without_text_are_left_out_and_counted(capsys):

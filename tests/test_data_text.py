@@ -163,7 +163,8 @@ def test_text_refusals(folder, tmp_path, refused):
         ("bad.jsonl", '{"text": "a"}\n["text"]', "bad.jsonl, line 2: cannot be read: list ind"),
         ("bad.jsonl", '{"text": "a"}\n\nwords', "bad.jsonl, line 3: cannot be read: Expecting"),
         ("bad.jsonl", '{"text": "a\xff"}', "bad.jsonl, line 1: cannot be read: 'utf-8' codec"),
-        ("bad.jsonl", '{"text": 5}', 'bad.jsonl: "text" must be a string, not int'),
+        ("bad.jsonl", '{"text": 5}', 'bad.jsonl, line 1: "text" must be a string, not int'),
+        ("bad.jsonl", '{"text": "a"}\n\n{"text": 5}', 'bad.jsonl, line 3: "text" must be'),
         ("bad.parquet", "PAR1", "bad.parquet: cannot be read: Parquet"),
     ):
         (folder / name).write_bytes(content.encode("latin-1"))
@@ -171,8 +172,8 @@ def test_text_refusals(folder, tmp_path, refused):
         (folder / name).unlink()
     write_parquet(folder / "bad.parquet", ["a"], column="body")
     says("bad.parquet: no column 'text'", folder)
-    write_parquet(folder / "bad.parquet", [b"a"])
-    says('bad.parquet: "text" must be a string, not bytes', folder)
+    write_parquet(folder / "bad.parquet", [None] * 17 + [b"a"])
+    says('bad.parquet, row 17: "text" must be a string, not bytes', folder)
     write_parquet(folder / "bad.parquet", pa.array([b"a", b"\xff"]).view(pa.string()))
     says("bad.parquet: cannot be read: 'utf-8' codec can't decode", folder)
     assert not (tmp_path / "out").exists()
