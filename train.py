@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -184,9 +184,12 @@ def train(
     rank_flops_per_token = 0.0
     if loader is not None:
         rank_flops_per_token = training.model.flops_per_token() / world_size()
-    with stop_signals() as signals:
+    with (
+        stop_signals() as signals,
+        closing(checkpoint.Saver(run, config, training.resumed_at)) as saver,
+    ):
         log = Log(run, config, training.resumed_at, quiet=rank() > 0)
-        monitor = Monitor(config, training, log, rank_flops_per_token)
+        monitor = Monitor(config, training, log, saver, rank_flops_per_token)
         while True:
             finished = training.step >= config.max_iters
             just_resumed = training.step == training.resumed_at
@@ -215,6 +218,7 @@ def train(
             on_host = torch.stack((loss, grad_norm)).to("cpu", non_blocking=monitor.logs_late)
             ended = Event(training.device)
             monitor.add(LaunchedStep(training.step, lr, batch.tokens, on_host, began, ended))
+        saver.wait()
         outcome = "finished" if finished else "stopped by a signal; continue with --resume"
         log.print(f"step {training.step} of {config.max_iters} is saved: {outcome}")
         log.finish()
@@ -387,6 +391,7 @@ class Monitor:
     config: Config
     training: Training
     log: Log
+    saver: checkpoint.Saver
     rank_flops_per_token: float  # 0: unknown
     pending: LaunchedStep | None = None  # not yet logged
 
@@ -444,8 +449,7 @@ class Monitor:
         self.log.validation(training.step, val_loss)
         if val_loss < training.best_val_loss:
             training.best_val_loss = val_loss
-            if rank() == 0:
-                checkpoint.save_best(Path(config.out_dir), config, training)
+            self.saver.save("best", training.state(config, best=True))
 
     def save(self) -> None:
         """Save a checkpoint. Ends the run if weights are not finite."""
@@ -457,8 +461,9 @@ class Monitor:
                 raise UserError(f"initial weights are not finite: init_from = {source!r}")
             self.end_diverged(step, "its update left non-finite weights", weights_are_bad=True)
         self.log.sync()
-        if rank() == 0:
-            checkpoint.save_step(Path(self.config.out_dir), self.config, self.training)
+        self.saver.save("step", self.training.state(self.config))
+        if step == 0:
+            self.saver.wait()  # so any run with a step can be resumed; a full disk shows at once
 
     def end_diverged(self, step: int, error: str, weights_are_bad: bool) -> NoReturn:
         """End the run without saving, so that the newest checkpoint is a good one.
@@ -466,9 +471,13 @@ class Monitor:
         `weights_are_bad` tells whether this step's update made weights that are not finite;
         otherwise its loss or gradients were not, from the weights before it.
         """
+        try:
+            self.saver.wait()  # the newest checkpoint may still be on its way to the disk
+        except UserError as error_of_write:
+            print(f"warning: a checkpoint is missing: {error_of_write}", file=sys.stderr)
         if rank() == 0:  # every rank gets here, and ends
             if weights_are_bad or step > 1:
-                advice = how_to_continue(self.config, step, self.training.saved_step)
+                advice = how_to_continue(self.config, step, self.saver.newest_step)
             else:
                 advice = (
                     "This was before the first update, so a lower learning rate cannot help: check "

@@ -13,6 +13,7 @@ import io
 import math
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,7 @@ from data.shards import Identity
 from errors import UserError, first_line
 from model import GPT
 from runtime.config_files import Settings
+from runtime.distributed import rank
 from runtime.files import atomic_write, convert, sha256_of
 from runtime.run_folder import (
     checkpoints,
@@ -73,7 +75,6 @@ class Training:
     best_val_loss: float = math.inf
     data: Identity = field(default_factory=dict)  # what identifies the data
     resumed_at: int | None = None
-    saved_step: int = -1  # of the newest intact checkpoint; -1: none
     # settings of the schedule and of the data that a resumed run changes: values before and now
     changes: dict[str, tuple] = field(default_factory=dict)
 
@@ -115,7 +116,6 @@ class Training:
             ) from error
         self.step = state.step
         self.resumed_at = state.step
-        self.saved_step = state.step
         self.best_val_loss = state.best_val_loss
         self.changes = changes_since(state, config)
 
@@ -128,38 +128,69 @@ def settings_of(config: Config) -> dict[str, Any]:
     return config.as_dict() | {"tokenizer": config.tokenizer_id}
 
 
-def save_best(run: Path, config: Config, training: Training) -> None:
-    """Write the weights to best.pt. Raises UserError, naming the file, if that fails."""
-    write(run / "best.pt", training.state(config, best=True))
+class Saver:
+    """Writes a run's checkpoints in a background thread, one after another.
 
-
-def save_step(run: Path, config: Config, training: Training) -> None:
-    """Write a checkpoint to resume from, then delete those that the settings do not keep.
-
-    The newest `keep_last` are kept, and those at multiples of `keep_every` steps (0: none). Damaged
-    ones, later than the step that the run was resumed at, are deleted. Raises UserError, naming the
-    file, if the write fails; nothing is deleted then.
+    Of the step_*.pt in the run's folder, the newest `keep_last` are kept, and those at multiples of
+    `keep_every` steps (0: none). Damaged ones, later than the step that the run was resumed at, are
+    deleted once a checkpoint is saved. Rank 0 alone writes.
     """
-    path = run / f"step_{training.step:06d}.pt"
-    write(path, training.state(config))
-    intact = [path]
-    for earlier in checkpoints(run):
-        if step_of(earlier) <= training.saved_step:
-            intact.append(earlier)
-    training.saved_step = training.step
-    kept = set(intact[: config.keep_last])
-    if config.keep_every:
-        kept |= {file for file in intact if step_of(file) % config.keep_every == 0}
-    for file in checkpoints(run):
-        if file not in kept:
-            file.unlink()
 
+    def __init__(self, run: Path, config: Config, resumed_at: int | None):
+        self.run = run
+        self.config = config
+        last_intact = resumed_at or 0
+        self.intact = [path for path in checkpoints(run) if step_of(path) <= last_intact]
+        self.thread = ThreadPoolExecutor(1)
+        self.pending = self.thread.submit(lambda: None)
+        self.last_failed = False
 
-def write(path: Path, state: State) -> None:
-    content = io.BytesIO()  # torch.save raises RuntimeError where the disk of its file is full
-    torch.save(msgspec.structs.asdict(state), content)
-    with atomic_write(path) as file:
-        file.write(content.getbuffer())
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest intact checkpoint."""
+        return step_of(self.intact[0])
+
+    def save(self, kind: str, state: State) -> None:
+        """Copy the state to host memory, then write it in the background, as a "step" or "best".
+
+        First waits for the previous checkpoint. Where writing it failed, as on a disk that is full
+        for a while, a warning says so; raises UserError if the one before had failed too.
+        """
+        if rank() > 0:
+            return
+        try:
+            self.wait()
+            self.last_failed = False
+        except UserError as error:
+            if self.last_failed:
+                raise
+            self.last_failed = True
+            print(f"warning: a checkpoint is missing: {error}", file=sys.stderr)
+        content = io.BytesIO()
+        torch.save(msgspec.structs.asdict(state), content)
+        name = "best.pt" if kind == "best" else f"step_{state.step:06d}.pt"
+        self.pending = self.thread.submit(self._write, self.run / name, content)
+
+    def wait(self) -> None:
+        """Wait until everything is on disk. Raises UserError if a write failed."""
+        self.pending.result()
+
+    def close(self) -> None:
+        """Finish a write in progress, whether or not it fails."""
+        self.thread.shutdown()
+
+    def _write(self, path: Path, content: io.BytesIO) -> None:
+        with atomic_write(path) as file:
+            file.write(content.getbuffer())
+        if path.name == "best.pt":
+            return
+        self.intact.insert(0, path)
+        keep = set(self.intact[: self.config.keep_last])
+        if self.config.keep_every:
+            keep |= {old for old in self.intact if step_of(old) % self.config.keep_every == 0}
+        for old in checkpoints(self.run):
+            if old not in keep:
+                old.unlink()
 
 
 # ---- reading ----

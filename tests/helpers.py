@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 
 import matplotlib.image
@@ -12,7 +13,7 @@ from config import Config
 from data.shards import read_shard, write_shard
 from layers.build import build_model
 from model import GPT
-from runtime.checkpoint import Training, save_step
+from runtime.checkpoint import Saver, Training
 from runtime.config_files import load_config
 from runtime.metadata import write_run_metadata
 from scripts.common.runs import Run
@@ -120,7 +121,9 @@ def saved_run(folder: Path, model: GPT) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     training = Training(model, torch.float32, [], torch.amp.GradScaler("cpu"), step=7)
     write_run_metadata(folder, model.config, {}, training)
-    save_step(folder, model.config, training)
+    with closing(Saver(folder, model.config, None)) as saver:
+        saver.save("step", training.state(model.config))
+        saver.wait()
     return folder
 
 

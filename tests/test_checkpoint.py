@@ -4,11 +4,14 @@ import errno
 import json
 import os
 import shutil
-from contextlib import contextmanager
+import threading
+from concurrent.futures import wait
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
 
+from config import Config
 from errors import UserError
 from runtime import checkpoint, files, run_folder
 from tests.runs import metrics, saved
@@ -160,25 +163,74 @@ def test_what_is_no_run_is_not_overwritten(train, refused):
     assert "gpt2" in config_file.read_text()
 
 
-@pytest.mark.parametrize("name", ["best.pt", "step_000006.pt"])
-def test_a_failed_write_ends_the_run_and_deletes_nothing(train, monkeypatch, refused, name):
-    folder = train("run", "--max_iters=3", "--keep_last=1")
-    before = checkpoint_names(folder)
+def test_checkpoints_are_written_beside_the_training_in_order(tmp_path, monkeypatch):
+    """The second save waits for the first, the caller only for its copy."""
+    gate = threading.Event()
+    written = []
+    real = checkpoint.atomic_write
+
+    @contextmanager
+    def slowly(path):
+        gate.wait(10)
+        written.append(path.name)
+        with real(path) as file:
+            yield file
+
+    monkeypatch.setattr(checkpoint, "atomic_write", slowly)
+    tensor = torch.zeros(3)
+
+    def state(step):
+        return checkpoint.State(model={"w": tensor}, step=step, config={})
+
+    with closing(checkpoint.Saver(tmp_path, Config(), None)) as saver:
+        saver.save("step", state(1))
+        tensor += 1  # training goes on
+        assert written == []
+        assert not run_folder.checkpoints(tmp_path)
+        threading.Timer(0.2, gate.set).start()
+        saver.save("step", state(2))
+        assert written[0] == "step_000001.pt"
+        assert run_folder.checkpoints(tmp_path)[-1].name == "step_000001.pt"
+        saver.wait()
+    assert len(written) == 2
+    first = checkpoint.load(tmp_path / "step_000001.pt")
+    assert torch.equal(first.model["w"], torch.zeros(3))
+    second = checkpoint.load(tmp_path / "step_000002.pt")
+    assert torch.equal(second.model["w"], torch.ones(3))
+
+
+def test_a_failed_write_costs_one_checkpoint(tmp_path, monkeypatch, capsys):
+    """The disk is full for a while, then for good."""
+    full = True
     real = checkpoint.atomic_write
 
     @contextmanager
     def write(path):
         with files.writing(path):
-            if path.name == name:
+            if full:
                 raise OSError(errno.ENOSPC, "No space left on device")
         with real(path) as file:
             yield file
 
     monkeypatch.setattr(checkpoint, "atomic_write", write)
-    says = f"{name}: cannot be written: No space left on device"
-    refused(train, "run", "--resume", "--keep_last=1", says=says)
-    assert checkpoint_names(folder) == before
-    assert checkpoint.find(folder).id["step"] == 3
+
+    def state(step):
+        return checkpoint.State(model={}, step=step, config={})
+
+    with closing(checkpoint.Saver(tmp_path, Config(), None)) as saver:
+        saver.save("step", state(1))
+        wait([saver.pending])
+        full = False
+        saver.save("step", state(2))
+        assert "step_000001.pt: cannot be written: No space" in capsys.readouterr().err
+        saver.wait()
+        assert checkpoint_names(tmp_path) == ["step_000002.pt"]
+        full = True
+        saver.save("step", state(3))
+        saver.save("step", state(4))
+        with pytest.raises(UserError, match=r"step_000004.pt: cannot be written"):
+            saver.save("step", state(5))
+    assert checkpoint_names(tmp_path) == ["step_000002.pt"]
 
 
 def test_damaged_checkpoints_do_not_displace_intact_ones(train):

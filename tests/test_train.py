@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -484,8 +485,15 @@ def test_a_diverged_run_continues_past_its_step(train, tmp_path, capsys, monkeyp
         loss, norm = real(training, loss_fn, batch, grad_clip)
         return (loss.new_tensor(math.nan) if len(batches) == 6 else loss), norm
 
+    write = checkpoint.Saver._write
+
+    def slow_write(*arguments):
+        time.sleep(0.3)
+        write(*arguments)
+
     monkeypatch.setattr(train_module, "train_step", diverges)
-    with pytest.raises(SystemExit) as stop:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(checkpoint.Saver, "_write", slow_write)
         train("run", *settings)
     assert stop.value.code == 1
     message = capsys.readouterr().err
