@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -27,7 +28,7 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
     optimizers: list[torch.optim.Optimizer] = []
     if muon_matrices:
         # match_rms_adamw: updates of AdamW's size, so that one learning rate serves both
-        muon = Muon(
+        muon = ShardedMuon(
             muon_matrices,
             lr=config.learning_rate,
             weight_decay=config.weight_decay,
@@ -62,14 +63,47 @@ class InFloat32(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-class Muon(torch.optim.Muon):
-    """torch's Muon, which orthogonalises in float32 on a CPU."""
+class ShardedMuon(torch.optim.Muon):
+    """torch's Muon, sharded across ranks as in modded-nanogpt and nanochat.
 
+    Each rank orthogonalises its own matrices and broadcasts them. It has the momentum of all, so
+    that checkpoints do not depend on the number of ranks.
+    """
+
+    @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
+        if not dist.is_initialized():
+            self.update()
+            return
+        owners: dict[Tensor, int] = {}
+        for group in self.param_groups:
+            # by size, so that all shares take about as long
+            by_size = sorted(group["params"], key=torch.numel, reverse=True)
+            for i, p in enumerate(by_size):
+                owners[p] = i % dist.get_world_size()
+                if owners[p] != dist.get_rank():
+                    self.update_momentum(p, group["momentum"])
+                    p.grad = None  # torch's step passes over it
+        self.update()
+        sent = []
+        for p, owner in owners.items():
+            sent.append(dist.broadcast(p.detach(), owner, async_op=True))
+        for work in sent:
+            work.wait()
+
+    def update(self) -> None:
+        """Update the matrices that have a gradient."""
         device = self.param_groups[0]["params"][0].device
         # without AVX-512 a CPU took several times as long for products in bfloat16 (AMD EPYC)
         with InFloat32() if device.type == "cpu" else nullcontext():
             super().step()
+
+    def update_momentum(self, p: Tensor, momentum: float) -> None:
+        """Update the momentum of a matrix as torch's step does."""
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
 
 
 def build_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:

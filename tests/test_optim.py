@@ -1,12 +1,17 @@
 """The optimizers' parameters, and the learning rate over a run."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from config import Config
 from layers.build import build_model
 from optim import (
-    Muon,
+    InFloat32,
+    ShardedMuon,
     build_optimizers,
     learning_rate,
     set_learning_rate,
@@ -68,7 +73,7 @@ def test_muon_orthogonalises_in_float32_on_a_cpu():
     torch.manual_seed(0)
     p = torch.zeros(12, 8, requires_grad=True)
     p.grad = torch.randn(12, 8)
-    muon = Muon([p], lr=1.0, weight_decay=0.0, nesterov=False)
+    muon = ShardedMuon([p], lr=1.0, weight_decay=0.0, nesterov=False)
     muon.step()
     torch.testing.assert_close(muon.state[p]["momentum_buffer"], 0.05 * p.grad)
     x = p.grad.double().T
@@ -80,3 +85,56 @@ def test_muon_orthogonalises_in_float32_on_a_cpu():
     unit_update = update / update.norm()
     unit_x = x / x.norm()
     assert (unit_update - unit_x).norm() < 1e-5
+
+
+def set_gradients(parameters, gradients):
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+
+
+def test_ranks_share_muons_matrices_and_have_the_whole_state(monkeypatch):
+    """Against torch's Muon, bit for bit, with three ranks that take turns."""
+
+    def broadcast(tensor, owner, async_op):
+        if owner == rank:
+            matrices[owner].append(tensor.clone())
+        owners.append(owner)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    torch.manual_seed(0)
+    shapes = [(4, 4), (8, 4), (4, 8), (12, 4), (4, 4)]
+    before = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    expected = copy.deepcopy(before)
+    whole = torch.optim.Muon(expected, lr=0.1)
+    ranks = [copy.deepcopy(before) for _ in range(3)]
+    optimizers = [ShardedMuon(parameters, lr=0.1) for parameters in ranks]
+    for _ in range(2):
+        gradients = [torch.randn(shape) for shape in shapes]
+        set_gradients(expected, gradients)
+        with InFloat32():
+            whole.step()
+        matrices = [[], [], []]
+        for rank in range(3):
+            owners = []
+            set_gradients(ranks[rank], gradients)
+            optimizers[rank].step()
+            changed = [p for p in ranks[rank] if p.grad is not None]
+            share = [2, 2, 1][rank]
+            assert len(changed) == share
+            assert owners.count(rank) == share
+        # what the broadcasts do
+        by_size = sorted(range(5), key=lambda i: -expected[i].numel())
+        for parameters in ranks:
+            for place, i in enumerate(by_size):
+                matrix = matrices[place % 3][place // 3]
+                parameters[i].data.copy_(matrix)
+        for parameters, optimizer in zip(ranks, optimizers, strict=True):
+            for p, q in zip(parameters, expected, strict=True):
+                assert torch.equal(p, q)
+                momentum = optimizer.state[p]["momentum_buffer"]
+                assert torch.equal(momentum, whole.state[q]["momentum_buffer"])
+        assert whole.state_dict().keys() == optimizers[0].state_dict().keys()
