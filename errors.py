@@ -24,9 +24,22 @@ def check_choice(key: str, value: Any, allowed: Collection[Any]) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question with the known name most similar to `name`, and a space; "" if none is."""
-    similar = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {similar[0]}? " if similar else ""
+    """Return a question with the known name nearest to `name`, and a space; "" if none is near."""
+    candidate = nearest(name, known)
+    return "" if candidate is None else f"did you mean {candidate}? "
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Return the known name with the initials `name` (lr: learning_rate), or else the most similar.
+
+    None if no similarity in difflib's measure, from 0 to 1, is at least `cutoff`.
+    """
+    names = list(known)
+    for candidate in names:
+        initials = "".join(word[:1] for word in candidate.split("_"))
+        if name == initials and len(initials) > 1:
+            return candidate
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=cutoff)), None)
 
 
 def first_line(error: Exception) -> str:

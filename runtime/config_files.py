@@ -25,7 +25,7 @@ from config import (
     settings_in,
 )
 from data.vocabulary import BUILT_IN, TOKENIZER
-from errors import UserError, did_you_mean
+from errors import UserError, did_you_mean, nearest
 from runtime.files import convert, read_json
 from runtime.hf_config import PRETRAINED, pretrained_settings
 
@@ -142,12 +142,14 @@ def read_file(path: str) -> dict[str, Any]:
         return read_run(path)
     if not os.path.isfile(path):
         files = [*(ROOT / "configs").rglob("*.py"), *Path(path).parent.glob("*.py")]
-        names = [os.path.relpath(file) for file in files]
-        namesakes = [name for name in names if Path(name).stem == Path(path).stem]
-        if namesakes:
-            hint = f"did you mean {min(namesakes, key=len)}? "
-        else:
-            hint = did_you_mean(path, names)
+        hint = did_you_mean_run(path)
+        if not hint or path.endswith(".py"):
+            names = [os.path.relpath(file) for file in files]
+            namesakes = [name for name in names if Path(name).stem == Path(path).stem]
+            if namesakes:
+                hint = f"did you mean {min(namesakes, key=len)}? "
+            else:
+                hint = did_you_mean(path, names)
         raise UserError(
             f"config file or run {path} does not exist; {hint}settings are written --key=value"
         )
@@ -169,12 +171,32 @@ def read_file(path: str) -> dict[str, Any]:
     return values
 
 
+def did_you_mean_run(path: str | Path) -> str:
+    """Return a question with the nearest run or checkpoint in or beside a path; "" if none is near.
+
+    A longer name that begins with the path's is near: it may have a setting more.
+    """
+    path = Path(path)
+    within = sorted([*(file.parent for file in path.glob("*/config.json")), *path.glob("*.pt")])
+    if within:
+        return f"did you mean {within[0]}? "
+    runs = [file.parent.name for file in path.parent.glob("*/config.json")]
+    names = [*runs, *(file.name for file in path.parent.glob("*.pt"))]
+    others = [name for name in names if name != path.name]
+    longer = [name for name in others if name.startswith(path.name)]
+    near = nearest(path.name, longer, cutoff=0.0) or nearest(path.name, others)
+    return "" if near is None else f"did you mean {path.parent / near}? "
+
+
 def read_run(folder: str | Path) -> dict[str, Any]:
     """The settings in the config.json of a run; out_dir is the folder where it is found."""
     path = Path(folder, "config.json")
     content = read_json(path, dict[str, Any])
     if content is None:
-        raise UserError(f"{path.parent} has no config.json: it is not a run of train.py")
+        hint = did_you_mean_run(folder)
+        raise UserError(
+            f"{path.parent} has no config.json; {hint}a run is a folder that train.py made"
+        )
     if "model_type" in content:
         raise UserError(
             f"{folder} is a model of transformers, not a run: write it {PRETRAINED}{folder}"

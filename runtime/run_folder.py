@@ -9,7 +9,7 @@ from typing import Any
 
 from config import Config
 from errors import UserError
-from runtime.config_files import find_data, read_run, saved_settings
+from runtime.config_files import did_you_mean_run, find_data, read_run, saved_settings
 from runtime.files import convert, read_pt
 from runtime.nanogpt import convert_checkpoint, is_nanogpt_checkpoint
 
@@ -42,9 +42,10 @@ def folder_of(run: str | Path) -> Path:
 
 def no_checkpoint(run: str | Path) -> str:
     """Return a sentence on a path without a checkpoint."""
+    hint = did_you_mean_run(run)
     return (
-        f"{run}: no checkpoint found; a run is a folder that train.py made, or the .pt file of a "
-        "checkpoint in it"
+        f"{run}: no checkpoint found; {hint}a run is a folder that train.py made, or "
+        "the .pt file of a checkpoint in it"
     )
 
 

@@ -99,11 +99,13 @@ def test_a_checkpoint_without_its_folder_is_usable(train, tmp_path, refused):
 def test_what_is_no_run_is_said_in_its_own_words(train, tmp_path, refused):
     run = train("run", "--max_iters=1")
     file = run / "step_000001.pt"
-    for path in (tmp_path / "runn", run.parent):
-        says = f"{path} has no config.json: it is not a run of train.py"
-        refused(train, "new", f"--init_from={path}", says=says)
-    path = run / "step_02.pt"
-    refused(train, "new", f"--init_from={path}", says=f"{path}: no checkpoint found; a run is")
+    misspelt = {
+        tmp_path / "runn": run,
+        run / "step_02.pt": file,
+        run.parent: run,
+    }
+    for path, near in misspelt.items():
+        refused(train, "new", f"--init_from={path}", says=f"did you mean {near}?")
     refused(train, "new", f"--resume={run}", says=f"a space: --resume {run}")
     refused(train, "none", "--resume", says="no checkpoint found; a run is")
     refused(train, "new", str(file), says="is not a config file (.py); to use a run, pass")

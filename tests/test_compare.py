@@ -321,7 +321,7 @@ def test_other_tasks(compared, tmp_path, refused, task, settings, unit):
             [SOFTMAX, LSSAR, "--no_control"],
             ["'no_control', which is not a setting", "python -m scripts.compare --help"],
         ),
-        ([SOFTMAX, "--lr=1e-3,2e-3"], ["'lr', which is not a setting"]),
+        ([SOFTMAX, "--lr=1e-3,2e-3"], ["'lr', which is not a setting; did you mean learning_rate"]),
         ([SOFTMAX, "--seed=1,2"], ["--seed: entries cannot differ in it"]),
         ([SOFTMAX, LSSAR, "--out_dir=x"], ["--out_dir: entries cannot differ in it"]),
         ([f"{SOFTMAX}:yarn", "--positions=rope,none"], ["has positions = 'none': no RoPE"]),

@@ -232,6 +232,16 @@ def test_a_resumed_run_stands_for_its_settings(tmp_path):
     assert config.attention == "ssmax"
 
 
+def test_a_run_of_nearly_that_name_is_suggested(tmp_path):
+    saved(tmp_path / "lssar_p15_tiny")
+    (tmp_path / "lssar_p15s").mkdir()  # nearer, but no run
+    saved(tmp_path / "lssar_p15_tiny,p=7,optimizer=muon,learning_rate=0.001,seed=3")
+    says = f"does not exist; did you mean {tmp_path}/lssar_p15_tiny?"
+    assert says in refusal("--resume", str(tmp_path / "lssar_p15"))
+    assert says in refusal("--resume", str(tmp_path / "lsar_p15_tiny"))
+    assert ",seed=3?" in refusal("--resume", str(tmp_path / "lssar_p15_tiny,p=7"))
+
+
 def test_a_run_with_a_setting_of_another_version_is_refused(tmp_path):
     path = saved(tmp_path / "run", dropout=0.1)
     says = f"{path} has 'dropout', which is not a setting here: the run's environment.json"
@@ -377,7 +387,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("no_config.json", "config file or run no_config.json does not exist"),
         ("configs/lsar_p15.py", "does not exist; did you mean configs/lssar_p15.py?"),
         ("tiny", "does not exist; did you mean configs/scales/tiny.py?"),
-        ("configs", "configs has no config.json: it is not a run of train.py"),
+        ("configs", "configs has no config.json; a run is a folder that train.py made"),
     ],
 )
 def test_refused(arguments, message):
@@ -423,7 +433,7 @@ n_head = Sizes.head * helpers_of_this_test.depth
         ("n_layers = 3\nn_embd = 64 * n_layers", "did you mean n_layer?"),
         (
             "lr = 1e-3\nlearning_rate = lr",
-            "'lr', which is not a setting; python train.py --help lists them",
+            "'lr', which is not a setting; did you mean learning_rate?",
         ),
         ("n_layer = 3\ndropout = 0.1", "'dropout', which is not a setting; python train.py --help"),
         ("base = 32\nn_embd = 2 * base", "lists them; names of your own begin with _"),

@@ -24,9 +24,9 @@ assert "torch" not in sys.modules
     assert not_blank(run / "curves.png")
 
 
-def test_a_missing_run_is_refused(run, call, refused):
+def test_a_missing_run_is_refused_with_the_nearest_name(run, call, refused):
     missing = run.with_name(run.name + "x")
-    refused(call, curves, missing, says=f"{missing} has no config.json: it is not a run")
+    refused(call, curves, missing, says=("has no config.json", f"did you mean {run}?"))
 
 
 def test_the_curves_of_a_run_in_training(run, call):
