@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -185,17 +186,26 @@ def cannot_write(folder: Path, error: OSError) -> UserError:
 def lock_folder(folder: Path, doing: str) -> Iterator[None]:
     """Create a folder and hold its lock, the file `.lock`, while the block runs.
 
-    Temporary files of killed processes are deleted. Raises UserError if the folder cannot be
+    Temporary files of killed processes are deleted. A folder that the block leaves empty is removed
+    again, with its parents, if they were created here. Raises UserError if the folder cannot be
     written to, or if another process holds its lock; the message says that it "is `doing`".
     """
+    created = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from error
     with locked(folder / LOCK, doing, timeout=1):  # is_locked holds it for a moment
-        for temporary in folder.glob(".*.tmp"):
-            delete_abandoned(temporary)
-        yield
+        try:
+            for temporary in folder.glob(".*.tmp"):
+                delete_abandoned(temporary)
+            yield
+        finally:
+            with suppress(OSError):  # as where another process has put something there
+                if created and [file.name for file in folder.iterdir()] == [LOCK]:
+                    shutil.rmtree(folder)
+                    for parent in created[1:]:
+                        parent.rmdir()
 
 
 def is_locked(folder: Path) -> bool:

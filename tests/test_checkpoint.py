@@ -109,6 +109,7 @@ def test_what_is_no_run_is_said_in_its_own_words(train, tmp_path, refused):
     refused(train, "new", f"--resume={run}", says=f"a space: --resume {run}")
     refused(train, "none", "--resume", says="no checkpoint found; a run is")
     refused(train, "new", str(file), says="is not a config file (.py); to use a run, pass")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_checkpoint_of_other_code_is_refused_in_a_sentence(train, refused):

@@ -35,6 +35,19 @@ def test_a_file_system_without_locks_is_used_with_a_warning(number, tmp_path, mo
     assert files.read_json(tmp_path / "run/config.json") == 1
 
 
+def test_a_folder_locked_for_nothing_is_gone_again(tmp_path):
+    folder = tmp_path / "sweep/runs/run"
+    with pytest.raises(ZeroDivisionError), files.lock_folder(folder, "training this run"):
+        assert folder.is_dir()
+        1 / 0  # noqa: B018
+    assert not list(tmp_path.iterdir())
+    with files.lock_folder(folder, "training this run"):
+        (folder / "config.json").touch()
+    with files.lock_folder(folder, "training this run"):  # it was there before
+        (folder / "config.json").unlink()
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
 def test_a_write_that_fails_leaves_what_was_there(tmp_path):
     path = tmp_path / "file"
     path.write_text("before")

@@ -179,6 +179,7 @@ def test_finetuning_resumes_and_never_overwrites(run, squad, call, tmp_path, mon
         refused(call, finetune_squad, *arguments, "--out_dir", resumed, *more, says=message)
     refused(run_train, "--resume", resumed, says="its training shards differ from")
     assert checkpoint_bytes(resumed) == checkpoints_stopped
+    assert not (tmp_path / "nothing").exists()
 
     call(finetune_squad, *arguments, "--out_dir", resumed, "--resume")
     assert comparable_rows(resumed) == comparable_rows(whole)
@@ -236,4 +237,4 @@ def test_finetuning_refuses_bad_data(trained, call, tmp_path, refused):
     refused(*arguments, says="no such file")
     path.write_text('{"data": [{"paragraphs": [{"context": "a"}]}]}')
     refused(*arguments, says="KeyError('qas')")
-    assert [file.name for file in out.iterdir()] == [".lock"]
+    assert not out.exists()
