@@ -3,9 +3,9 @@
 config.json        every setting, resolved
 tokenizer.json     the tokenizer, unless it is built in
 data_dir.txt       the absolute path of data_dir, which another working directory needs
-environment.json   versions, machine, commit, number of processes and dtype of the latest start; the
-                   checkpoint whose weights init_from loaded; the settings that were changed when
-                   resuming
+environment.json   versions, machine and commit of the latest start; `starts`: these of each start,
+                   with its step, number of processes and dtype; the checkpoint whose weights
+                   init_from loaded; the settings that were changed when resuming
 uncommitted.patch  changes of the repository since the commit, if any, with untracked .py files;
                    resuming at step 200 adds uncommitted_000200.patch
 """
@@ -36,6 +36,7 @@ class StartRecord(msgspec.Struct):
     data: Identity = {}  # what identifies the data
     began_with: dict[str, Any] | None = None  # step and sha256 of the checkpoint of init_from
     changes: list[dict[str, Any]] = []  # where the run was resumed: steps, values before and after
+    starts: list[dict[str, Any]] = []  # environments, each with its step
 
 
 def read_start_record(run: Path) -> StartRecord:
@@ -83,8 +84,8 @@ def write_run_metadata(run: Path, config: Config, facts: dict, training: Trainin
 
     `facts` are recorded too: what layers.selfcheck found, the identity of the data, and the
     checkpoint that the run began with. A resumed run keeps that checkpoint, the identity and the
-    hash of the formulas from its first start, and appends its changed settings. Each start writes a
-    patch.
+    hash of the formulas from its first start, and appends its changed settings and its environment.
+    Each start writes a patch.
     """
     copy_tokenizer(config.tokenizer, run)
     settings = config.as_dict()
@@ -93,14 +94,15 @@ def write_run_metadata(run: Path, config: Config, facts: dict, training: Trainin
     write_json(run / "config.json", settings)
     with atomic_write(run / DATA_DIR, "w") as file:
         file.write(os.path.abspath(config.data_dir) + "\n")
-    record = environment(training.device) | facts
-    record["processes"] = world_size()
-    record["dtype"] = str(training.dtype).removeprefix("torch.")
+    now = environment(training.device)
+    record = now | facts
+    starts = []
     resumed_at = training.resumed_at
     if resumed_at is None:
         record["formulas"] = formulas_hash(config)
     else:
         before = read_start_record(run)
+        starts = [start for start in before.starts if start["step"] < resumed_at]
         record["formulas"] = before.formulas
         record["data"] = before.data
         record["began_with"] = before.began_with
@@ -115,6 +117,12 @@ def write_run_metadata(run: Path, config: Config, facts: dict, training: Trainin
         (run / patch).unlink(missing_ok=True)
     if record["modified"] is not None:  # None: not in a git repository
         record["modified"] = any(run.glob("uncommitted*.patch"))  # at this start or an earlier one
+    start = {
+        "step": resumed_at or 0,
+        "processes": world_size(),
+        "dtype": str(training.dtype).removeprefix("torch."),
+    }
+    record["starts"] = [*starts, start | now]
     write_json(run / "environment.json", record)
 
 

@@ -290,8 +290,10 @@ def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     started(run, 400)
     resumed = json.loads((run / "environment.json").read_text())
     assert resumed["modified"]
-    assert resumed["commit"] != saved["commit"]
-    assert (resumed["processes"], resumed["dtype"]) == (1, "float32")
+    starts = [(start["step"], start["commit"], start["modified"]) for start in resumed["starts"]]
+    first = saved["commit"]
+    assert starts == [(0, first, True), (200, first, True), (400, resumed["commit"], False)]
+    assert resumed["commit"] != first
     assert not (run / "uncommitted_000400.patch").exists()
     git(repository, "apply", run / "uncommitted.patch")
     assert (repository / "model.py").read_bytes() == changed
