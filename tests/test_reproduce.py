@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from runtime.files import lock_folder
 from scripts import eval_length
 from scripts.common.papers import LSSAR, SSMAX
 from scripts.reproduce import planned, tables
+from scripts.reproduce.cost import duration
 from scripts.reproduce.entries import (
     FILES,
     SOFTMAX_BEFORE_F,
@@ -191,16 +191,32 @@ def test_refusals_come_before_any_work(reproduced, commands, arguments, parts, r
 def test_a_plan_needs_no_data(reproduced, commands, tmp_path, capsys):
     reproduced("table1", f"--data_dir={tmp_path / 'fineweb10B'}", "--plan")
     printed = capsys.readouterr().out
-    assert ", ".join(LSSAR["table1"]["rows"]) in printed
+    assert re.search(r"^entry +the paper's 1x +the paper's 2x +the paper's 4x", printed, re.M)
+    for name, row in LSSAR["table1"]["rows"].items():
+        assert re.search(rf"^{name} .* {row[0]:g} .* {row[3]:g}$", printed, re.M)
     assert f"data missing: {tmp_path / 'fineweb10B'}; " in printed
     assert re.search(
         r"to train: 15 of 15 runs.*disk: at most \S+ GB of checkpoints; \S+ GB", printed, re.S
     )
-    flop, time = re.search(r"training takes (\S+) FLOP: (\S+) of an A100", printed).groups()
-    seconds = round(float(flop) / (0.4 * 312e12))
-    assert time == str(timedelta(seconds=seconds))
+    cost = (
+        r"(\S+) FLOP: (\S+) (\w+) of this machine, by a step of softmax; "
+        r"(\S+) (\w+) of an A100"
+    )
+    flop, here, here_unit, a100, a100_unit = re.search(cost, printed).groups()
+    seconds = {"hours": 3600, "minutes": 60, "seconds": 1}
+    a100_seconds = float(a100) * seconds[a100_unit]
+    assert a100_seconds == pytest.approx(float(flop) / (0.4 * 312e12), rel=0.1)
+    assert float(here) * seconds[here_unit] > a100_seconds
     assert not commands
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "hours, words",
+    [(1234.5, "1,234 hours"), (1.26, "1.3 hours"), (0.5, "30 minutes"), (0.001, "3.6 seconds")],
+)
+def test_a_duration_has_a_unit_that_suits_it(hours, words):
+    assert duration(hours) == words
 
 
 # ---- entries and scales ----

@@ -29,7 +29,7 @@ from scripts.common.plots import save_picture
 from scripts.common.tables import paired, ranged, spread, summarise, write
 from scripts.eval_length import error_range
 from scripts.reproduce import committed_tables
-from scripts.reproduce.cost import print_cost
+from scripts.reproduce.cost import print_cost, print_paper_values
 from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
 from scripts.reproduce.headroom import HEADROOM, LONGER, available, by_seed
 from scripts.reproduce.kinds import GAIN
@@ -85,6 +85,9 @@ def run_experiment(
     print(f"{experiment.title}, scale {scale.name}: {', '.join(entry.name for entry in chosen)}")
     print(cost(runs), flush=True)
     if options.plan:
+        paper, _ = paper_values(experiment, scale)
+        columns = column_names(experiment, scale.config)
+        print_paper_values([entry.name for entry in chosen], columns, paper)
         print_cost(runs, scale.folder)
         return
     stop_on_signals()
