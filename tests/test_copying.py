@@ -143,4 +143,6 @@ def test_the_table_of_what_is_kept(reproduced, monkeypatch):
     assert list(rows) == ["softmax", "ssmax_nope"]
     assert rows["softmax"]["mean"] == [1, 1, 1, None, None, None, None, None]
     assert rows["ssmax_nope"]["mean"] == [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]
+    text = (folder / "table.md").read_text()
+    assert "Share kept, by seed: `softmax` –; `ssmax_nope` 0.500." in text
     assert not_blank(folder / "copying.png")

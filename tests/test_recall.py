@@ -407,8 +407,9 @@ def test_a_run_that_has_not_learned_has_one_accuracy(reproduced, scale, monkeypa
     for name, means in expected.items():
         assert table["rows"][name]["mean"] == means
     text = (folder / "table.md").read_text()
-    levels = ", ".join(["33.7"] * 7)
-    meaning = "a value in view, without matching its key."
-    assert f"Chance (dashed) is {levels} at 1x, 2x, 4x, 8x, 16x, 32x, 64x: {meaning}" in text
-    assert "–: not learned in 6 steps, as a seed has less than 99 at 1x; other learning" in text
+    chance = "Chance (dashed) is 33.7 at every length: a value in view, without matching its key."
+    assert chance in text
+    assert "At 16x, by seed: `softmax` 0.0; `softmax:plain_rope` 0.0; `ssmax_nope` 100.0." in text
+    assert "Not learned in 6 steps, as a seed has less than 99 at 1x" in text
+    assert "at 1x, by seed: `hybrid_lssa` 0.0." in text
     assert not_blank(folder / "recall.png")

@@ -7,6 +7,7 @@ from typing import Any
 
 from config import Config
 from scripts.common.papers import LSSAR
+from scripts.common.tables import cell, summarise
 from scripts.common.validation import accuracies
 from scripts.downstream import Downstream
 from scripts.eval_length import (
@@ -28,7 +29,7 @@ from scripts.recall import (
 )
 from scripts.reproduce import pictures
 from scripts.reproduce.entries import Entry, config_entries
-from scripts.reproduce.measure import Experiment, Multiples, all_in_tokens, in_tokens
+from scripts.reproduce.measure import Experiment, Multiples, all_in_tokens, in_tokens, up_to_16x
 from scripts.reproduce.pictures import SLIDING, Draw
 
 GAIN = "gain from context"
@@ -283,19 +284,56 @@ def accuracies_if_learned(measured: dict) -> list[float | None]:
 
 
 def recall_remarks(table: dict) -> list[str]:
-    """State the level of chance, what a dash means, and the error of sampling."""
+    """State the level of chance and the error of sampling, and list the accuracies by seed."""
+    sentences = [chance_sentence(table), *accuracy_by_seed(table)]
     measured = next(iter(pictures.first_seeds(table).values()))
-    levels = [f"{level:.1f}" for level in pictures.chance_levels(table)]
-    multiples = [f"{multiple:g}x" for multiple in table["multiples"]]
-    meaning = chance_label(measured["recall"])
-    sentences = [f"Chance (dashed) is {', '.join(levels)} at {', '.join(multiples)}: {meaning}."]
-    if any(None in row["mean"] for row in table["rows"].values()):
-        sentences.append(
-            f"–: not learned in {measured['step']:,} steps, as a seed has less than {LEARNED_AT} "
-            "at 1x; other learning rates or more steps may change that."
-        )
     if measured["recall"] != "sort":  # where the answers of a sequence depend on each other
         answers = measured["answers"]
         error = 100 * math.sqrt(0.25 / answers)
         sentences.append(f"Of {answers} answers, 50% has a standard error of {error:.1f}.")
     return sentences
+
+
+def chance_sentence(table: dict) -> str:
+    """State how often a model is right that matches no key."""
+    measured = next(iter(pictures.first_seeds(table).values()))
+    meaning = chance_label(measured["recall"])
+    levels = [f"{level:.1f}" for level in pictures.chance_levels(table)]
+    if len(set(levels)) == 1:
+        return f"Chance (dashed) is {levels[0]} at every length: {meaning}."
+    multiples = [f"{multiple:g}x" for multiple in table["multiples"]]
+    return f"Chance (dashed) is {', '.join(levels)} at {', '.join(multiples)}: {meaning}."
+
+
+def accuracy_by_seed(table: dict) -> list[str]:
+    """List the accuracy of each seed at 16x or less, and the entries that have not learned."""
+    multiples = table["multiples"]
+    column = up_to_16x(table)
+    longest = multiples[column]
+    learned_rows = {}
+    other_rows = {}
+    for name, row in table["rows"].items():
+        if row["mean"][column] is None:
+            other_rows[name] = row
+        else:
+            learned_rows[name] = row
+    sentences = []
+    if learned_rows:
+        sentences.append(f"At {longest:g}x, by seed: {each_seed(table, column, learned_rows)}.")
+    if other_rows:
+        steps = next(iter(other_rows.values()))["runs"][0]["step"]
+        sentences.append(
+            f"Not learned in {steps:,} steps, as a seed has less than {LEARNED_AT} at 1x (other "
+            "learning rates or more steps may change that); at 1x, by seed: "
+            f"{each_seed(table, multiples.index(1), other_rows)}."
+        )
+    return sentences
+
+
+def each_seed(table: dict, column: int, rows: dict[str, dict]) -> str:
+    """List these rows of the table with their values in a column, by seed."""
+    descriptions = []
+    for name, row in rows.items():
+        values = [cell(table, summarise([run]), column) for run in row["runs"]]
+        descriptions.append(f"`{name}` {', '.join(values)}")
+    return "; ".join(descriptions)

@@ -1,5 +1,6 @@
 """How the values of a table are made: measured on runs, read from their files, or computed."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,11 @@ def in_tokens(multiple: float, config: Config) -> int:
 def all_in_tokens(multiples: Sequence[float], config: Config) -> tuple[int, ...]:
     """Return multiples of the training length in tokens."""
     return tuple(in_tokens(multiple, config) for multiple in multiples)
+
+
+def up_to_16x(table: dict) -> int:
+    """Return the column of the longest length, up to 16 times the training length."""
+    return bisect_right(table["multiples"], 16) - 1
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from scripts.reproduce.kinds import (
     accuracies_if_learned,
     all_accuracies,
     downstream,
+    each_seed,
     loss,
     loss_and_gain,
     loss_by_position,
@@ -315,6 +316,10 @@ def copying_columns(measured: dict) -> list[float | None]:
     return [*worths, None if isinstance(share, str) else share]
 
 
+def shares_kept_by_seed(table: dict) -> list[str]:
+    return [f"Share kept, by seed: {each_seed(table, -1, table['rows'])}."]
+
+
 # ---- the tables ----
 
 
@@ -462,6 +467,7 @@ EXPERIMENTS = {
         evaluation=lambda config: Copying(),
         values=copying_columns,
         draw=pictures.together,
+        remarks=shares_kept_by_seed,
         note="–: hurt, or undecided (docs/evaluations.md, Copies).",
     ),
     "loss_and_copying": loss_and_gain(
