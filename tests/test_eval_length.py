@@ -271,8 +271,8 @@ def test_a_run_with_document_mask_is_measured_apart_and_joined(
     printed = re.sub("(?<=[a-z0-9]) +", " ", capsys.readouterr().out)
     for says in (
         f"  joined {parts['16 tokens joined']['loss']:.4f}",
-        "apart, with the document mask as in training: ssmax\njoined: ",
-        "softmax: trained and measured without the mask",
+        "apart, with the document mask as in training: ssmax, document_mask True\njoined: ",
+        "softmax, document_mask False: trained and measured without the mask",
     ):
         assert says in printed
     result |= eval_length.LossByLength().summarise(parts)

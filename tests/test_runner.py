@@ -385,7 +385,7 @@ def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
 # ---- labels and pictures ----
 
 
-def test_labels_are_names_or_paths(tmp_path):
+def test_labels_name_the_settings_in_which_runs_differ(tmp_path):
     def labels(*settings):
         configs = [Config(seed=7).replace(**each) for each in settings]
         for i, config in enumerate(configs):
@@ -394,10 +394,18 @@ def test_labels_are_names_or_paths(tmp_path):
         return list(label_runs([tmp_path / str(i) for i in range(len(configs))]))
 
     assert labels({}, {"attention": "lssar", "p": 3.0}) == ["softmax", "lssar_p3"]
-    assert labels({}, {"attention": "lssa", "seed": 2}) == ["softmax", "lssa"]
-    assert labels({"seed": 1}, {"seed": 2}) == ["0", "1"]
-    assert labels({}, {"name": "prope"}, {"seed": 2}) == ["0", "1", "2"]
+    assert labels({"seed": 1}, {"seed": 2}) == ["seed 1", "seed 2"]
+    assert labels({}, {"attention": "lssa", "seed": 2}) == ["softmax, seed 7", "lssa, seed 2"]
+    windows = {"window": 9}
+    patterns = labels(windows, windows | {"window_pattern": "SSSL"})
+    assert patterns == ["window_pattern none", "window_pattern SSSL"]
+    assert labels({}, {"name": "prope", "rope_theta": 5e5}) == [
+        "softmax, rope_theta 10000",
+        "prope, rope_theta 500000",
+    ]
+    assert labels({}, {}) == ["0", "1"]
     assert labels({"name": "a" * 50}) == ["a" * 50]
+    assert labels({}, {"data_dir": "a" * 50}) == ["0", "1"]
 
 
 def test_a_run_that_is_given_twice_counts_once(run, monkeypatch):

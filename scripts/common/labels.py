@@ -5,21 +5,46 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from config import LEARNED
 from runtime import run_folder
-from runtime.config_files import shorten
+from runtime.config_files import format_value, shorten
+
+# The longest label of a run, in characters.
+LONGEST_LABEL = 40
 
 
 def label_runs(paths: Sequence[str | Path]) -> dict[str, str | Path]:
-    """Runs by their labels: their names or, if several have the same name, their paths.
-
-    The paths begin in the `common_folder`. A run that is given twice counts once.
-    """
+    """Runs by their labels. A run counts once, also under two spellings of its path."""
     runs = list({Path(path).resolve(): path for path in paths}.values())
-    labels = [run_folder.read_config(run).label for run in runs]
-    if len(set(labels)) < len(labels):
-        folder = common_folder(runs)
-        labels = [os.path.relpath(Path(run).resolve(), folder) for run in runs]
-    return dict(zip(labels, runs, strict=True))
+    return dict(zip(run_names(runs), runs, strict=True))
+
+
+def run_names(paths: Sequence[str | Path]) -> list[str]:
+    """Labels for tables and pictures: names, and settings in which the runs differ, or paths."""
+    configs = [run_folder.read_config(path) for path in paths]
+    if len(configs) == 1:
+        return [configs[0].label]
+    differing = []
+    for key in LEARNED:
+        # a run has its own copy of a tokenizer's file
+        values = [
+            config.tokenizer_id if key == "tokenizer" else getattr(config, key)
+            for config in configs
+        ]
+        if any(value != values[0] for value in values):
+            differing.append(key)
+    show_names = not differing or len({config.label for config in configs}) > 1
+    labels = []
+    for config in configs:
+        words = [config.label] if show_names else []
+        for key in differing:
+            if key not in ("attention", "p"):
+                words.append(f"{key} {format_value(getattr(config, key))}")
+        labels.append(", ".join(words))
+    if len(set(labels)) == len(labels) and len(max(labels, key=len)) <= LONGEST_LABEL:
+        return labels
+    folder = common_folder(paths)
+    return [os.path.relpath(Path(path).resolve(), folder) for path in paths]
 
 
 def title_of(results: Mapping[str, dict]) -> str:
