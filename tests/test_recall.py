@@ -412,4 +412,6 @@ def test_a_run_that_has_not_learned_has_one_accuracy(reproduced, scale, monkeypa
     assert "At 16x, by seed: `softmax` 0.0; `softmax:plain_rope` 0.0; `ssmax_nope` 100.0." in text
     assert "Not learned in 6 steps, as a seed has less than 99 at 1x" in text
     assert "at 1x, by seed: `hybrid_lssa` 0.0." in text
+    assert {file.name for file in folder.glob("*.png")} == {"recall.png", "recall_by_length.png"}
     assert not_blank(folder / "recall.png")
+    assert not_blank(folder / "recall_by_length.png")

@@ -74,8 +74,10 @@ def heat_map(
     shares: Mapping[str, Sequence[float | None]],
     across: Sequence[str],
     label: str,
+    xlabel: str = "length in tokens",
+    ylabel: str = "depth",
 ) -> Figure:
-    """Draw shares in [0, 1] in percent: a row for each depth, a column for each length.
+    """Draw shares in [0, 1] in percent: a row for each key of `shares`, a column for each `across`.
 
     A share is None where nothing was measured.
     """
@@ -89,7 +91,7 @@ def heat_map(
             axes.text(x, y, f"{value:.0f}", ha="center", va="center", color=colour)
     axes.set_xticks(range(len(across)), across)
     axes.set_yticks(range(len(shares)), list(shares))
-    axes.set(xlabel="length in tokens", ylabel="depth", title=title)
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
     figure.colorbar(image, ax=axes, label=label)
     return figure
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from scripts import eval_length
 from scripts.attention_maps import AttentionMaps
-from scripts.common.plots import Curve, draw_curves
+from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.tables import ranged
 from scripts.physics import plot_forces
 from scripts.recall import chance_label, chances
@@ -121,7 +121,7 @@ def together(table: dict) -> Figure:
     return draw_curves(panels, LENGTH, table["unit"], "x", sharey=sharey)
 
 
-def in_panels(panels: Panels) -> Draw:
+def in_panels(panels: Panels) -> Callable[[dict], Figure]:
     """Draw the entries of each panel that the table has; an entry may be in several panels."""
 
     def draw(table: dict) -> Figure:
@@ -163,6 +163,48 @@ def over_p(panels: Mapping[str, Mapping[float, Entry]]) -> Draw:
         return draw_curves(curves_in, "p", table["unit"], "x")
 
     return draw
+
+
+def recall_pictures(positions: Panels, others: Panels) -> Draw:
+    """Draw a map of normalisers by positions at 16x, and curves by length.
+
+    The curves are of entries whose seeds have all learned the task. `positions` have the same
+    normalisers each; `others` are curves only.
+    """
+    by_length = in_panels({**positions, **others})
+
+    def draw(table: dict) -> Pictures:
+        rows = table["rows"]
+        learned = {name: row for name, row in rows.items() if None not in row["mean"]}
+        if not learned:
+            return {}
+        pictures = {"recall_by_length.png": by_length(table | {"rows": learned})}
+        at_16x = recall_at_16x(table, positions)
+        if at_16x is not None:
+            pictures["recall.png"] = at_16x
+        return pictures
+
+    return draw
+
+
+def recall_at_16x(table: dict, positions: Panels) -> Figure | None:
+    """Draw normalisers by positions; returns None if no entry of them has been run."""
+    column = table["multiples"].index(16)
+    means = {name: row["mean"][column] for name, row in table["rows"].items()}
+    shares: dict[str, list[float | None]] = {}
+    for normaliser in next(iter(positions.values())):
+        names = [entries[normaliser].name for entries in positions.values()]
+        if means.keys().isdisjoint(names):
+            continue
+        shares[normaliser] = []
+        for name in names:
+            mean = means.get(name)
+            shares[normaliser].append(None if mean is None else mean / 100)
+    if not shares:
+        return None
+    title = f"recall at {table['columns'][column]} tokens; grey: not learned, or not run"
+    across = [name.replace(" ", "\n") for name in positions]
+    return heat_map(title, shares, across, table["unit"], xlabel="", ylabel="")
 
 
 # ---- the first seed ----

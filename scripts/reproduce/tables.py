@@ -177,6 +177,8 @@ RECALL = {
     },
     "ALiBi": {name: config_with(name, f"{name}_alibi", positions="alibi") for name in NORMALISERS},
     "hybrid": {name: hybrid(name) for name in NORMALISERS},
+}
+RECALL_OF_OTHERS = {
     "others": by_name(
         *config_entries("stick_breaking", "fox", "asentmax", "softpick"),
         *config_entries("swa", "gated", "qk_norm"),
@@ -424,10 +426,10 @@ EXPERIMENTS = {
     ),
     "recall": recall(
         title="Recall of what lies far away",
-        entries=all_entries(RECALL),
+        entries=all_entries(RECALL | RECALL_OF_OTHERS),
         multiples=Recall.multiples,
         values=accuracies_if_learned,
-        draw=in_panels(RECALL),
+        draw=pictures.recall_pictures(RECALL, RECALL_OF_OTHERS),
         note=(
             "`_nope` has no positions, `hybrid_` none in half of the heads; the others are softmax "
             "with RoPE over a quarter of 1x."
