@@ -26,6 +26,7 @@ from errors import UserError, command
 from runtime.checkpoint import settings_of
 from runtime.device import environment
 from runtime.files import check_writable
+from runtime.log import read_metrics
 from scripts.common.command_line import RUN, option, parse, require
 from scripts.common.options import Options
 from scripts.common.runs import Run, load_run
@@ -157,11 +158,18 @@ def transformers_model(run: Run) -> Any:
 def model_card(run: Run, folder: str) -> str:
     """Return the README.md of an exported run: what it is, and how to load it from `folder`."""
     config = run.config
+    step = run.facts["step"]
     rows: dict[str, Any] = {
         "parameters": f"{run.model.count_parameters():,}",
-        "steps": f"{run.facts['step']:,}",
+        "steps": f"{step:,}",
         "tokens per step": f"{config.total_batch_size:,}",
     }
+    if config.task == "language" and not config.init_from:  # which had seen other data before
+        rows["data"] = Path(config.data_dir).name
+    for line in read_metrics(run.path):
+        if "val_loss" in line and line["step"] <= step:
+            loss = f"{line['val_loss']:.4f} nats per token at step {line['step']:,}"
+            rows["validation loss in training"] = loss
     for key in (*settings_in("attention", "model"), "document_mask"):
         if getattr(config, key) != getattr(Config, key):
             rows[key] = getattr(config, key)

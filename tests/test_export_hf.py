@@ -20,7 +20,7 @@ from scripts import export_hf
 from scripts.common.options import Options
 from scripts.common.runs import load_run
 from tests.helpers import saved_run, small_model
-from tests.runs import ROOT
+from tests.runs import ROOT, metrics
 from tests.test_data_tokenizer import TEXTS, random_texts
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-eval.txt")
@@ -465,11 +465,14 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, c
     export(trained, target)
     printed = capsys.readouterr().out
     card = (target / "README.md").read_text()
+    loss = metrics(trained, "val_loss")[6]
     run = load_run(trained, Options(device="cpu"))
     for row in (
         f"parameters | {run.model.count_parameters():,}",
         "steps | 6",
         "tokens per step | 1,024",
+        "data | shards0",
+        f"validation loss in training | {loss:.4f} nats per token at step 6",
         "attention | lssar",
         "p | 3.0",
         "variant | lssar_p3",
@@ -496,6 +499,7 @@ def test_a_checkpoint_without_its_folder_is_exported(trained, tmp_path):
     export(alone, tmp_path / "model")
     card = (tmp_path / "model/README.md").read_text()
     assert "| variant | lssar_p3 |" in card
+    assert "validation loss" not in card  # which the folder has
 
 
 @torch.no_grad()
