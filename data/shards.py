@@ -280,11 +280,15 @@ def check_ids(
 
 def check_tokenizer(data_dir: str | Path, tokenizer: str) -> None:
     """Raise UserError if meta.json says that another tokenizer made these shards."""
+    identity = identify(tokenizer)
     meta = read_meta(data_dir)
-    if meta and meta["tokenizer"] != identify(tokenizer):
+    if meta and meta["tokenizer"] != identity:
+        copy = Path(data_dir, TOKENIZER)
+        hint = f"; to train on it: --tokenizer={copy}" if copy.exists() else ""
+        name = "" if identity == tokenizer else f" ({identity})"
         raise UserError(
-            f"{data_dir} was made with tokenizer {meta['tokenizer']!r}, not {tokenizer!r}; if it "
-            f"is a file, a copy may be {Path(data_dir, TOKENIZER)}"
+            f"{data_dir} was made with tokenizer {meta['tokenizer']!r}, but tokenizer = "
+            f"{tokenizer!r}{name}{hint}"
         )
 
 

@@ -68,15 +68,15 @@ def test_a_tokenizer_json_goes_with_runs_and_exports(made, train, call, tmp_path
     assert tokenizer.n_vocab == 300
 
     data = f"--data_dir={shards}"
-    hint = f"not 'bytes'; if it is a file, a copy may be {shards / 'tokenizer.json'}"
+    hint = f"but tokenizer = 'bytes'; to train on it: --tokenizer={shards / 'tokenizer.json'}"
     refused(train, "run", data, says=(identity, hint))
     says = f"is a folder: give '{shards / 'tokenizer.json'}'"
     refused(train, "run", data, f"--tokenizer={shards}", says=says)
-    refused(train, "run", data, f"--tokenizer={other}", says="other.json'")
+    refused(train, "run", data, f"--tokenizer={other}", says="other.json' (sha256:")
     folder = train("run", data, f"--tokenizer={file}")
     assert (folder / "tokenizer.json").read_bytes() == content
     more = (data, "--resume", "--max_iters=9")
-    say = f"was made with tokenizer {identity!r}, not '{other}'"
+    say = f"was made with tokenizer {identity!r}, but tokenizer = '{other}'"
     refused(train, "run", *more, f"--tokenizer={other}", says=say)
     train("run", *more, f"--tokenizer={shards / 'tokenizer.json'}")  # another copy
     assert sorted(metrics(folder)) == list(range(1, 10))
