@@ -112,13 +112,16 @@ def build(
         "tokenizer": identify(options.tokenizer),
         "shard_size": options.shard_size,
         "documents": hash_json(documents),
-        "content": hash_json(content) if content is not None else None,
         "source": source,
-        "repeat": (options.repeat, options.within) if options.repeat else None,
-        "split_at": options.split_at,
         "complete": False,
         "shards": [],
     }
+    if options.repeat:
+        wanted["repeat"] = (options.repeat, options.within)
+    if options.split_at is not None:
+        wanted["split_at"] = options.split_at
+    if content is not None:
+        wanted["content"] = hash_json(content)
     with lock_folder(out_dir, "making this set"):
         meta = resume(out_dir, wanted)
         if meta["complete"]:
@@ -149,14 +152,18 @@ def resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
         raise UserError(
             f"{out_dir}: holds .bin files that this command did not make; use another --out_dir"
         )
-    for key in ("tokenizer", "shard_size", "repeat", "split_at", "documents", "content"):
+    remedy = "use another --out_dir, or delete the folder to make it again"
+    for key in ("tokenizer", "shard_size", "repeat", "split_at"):
         before = meta.get(key)
         now = wanted.get(key)
         if before != now:
-            raise UserError(
-                f"{out_dir}: made with {key} {before}, not {now}: use another --out_dir, or delete "
-                "the folder to make it again"
-            )
+            raise UserError(f"{out_dir}: made with {key} {before}, not {now}; {remedy}")
+    has_new_content = meta.get("content") != wanted.get("content")
+    if has_new_content or meta["documents"] != wanted["documents"]:
+        raise UserError(
+            f"{out_dir}: made from other documents, from these before they were edited, or by an "
+            f"earlier version; {remedy}"
+        )
     whole = list(takewhile(lambda shard: shards.is_whole(out_dir, shard), meta["shards"]))
     complete = meta["complete"] and whole == meta["shards"]
     return {**meta, "complete": complete, "shards": whole}

@@ -19,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from data.build import BATCH, COLUMN, Read, build, parse_options, tokenise
-from data.documents import reading
+from data.documents import Document, reading
 from errors import UserError, command
 
 # Datasets with a short name, and their configuration without --name.
@@ -67,7 +67,7 @@ def open_dataset(
             builder.config.batch_size = BATCH
         dataset = builder.as_streaming_dataset(args.split).select_columns([column])
 
-    def read(index: int, row: int) -> Iterator[tuple[int, list[str]]]:
+    def read(index: int, row: int) -> Iterator[tuple[int, list[Document]]]:
         """Yield batches of a file's documents from a row on, each with its first row."""
         path = paths[index]
         with reading(path):
@@ -75,8 +75,10 @@ def open_dataset(
             batches = file.iter(BATCH)
             try:
                 for batch in batches:
-                    rows = batch[column]
-                    yield row, list(args.rules.documents(f"{path}, row", enumerate(rows, row)))
+                    rows = []
+                    for number, text in enumerate(batch[column], row):
+                        rows.append((f"{path}, row {number}", text))
+                    yield row, list(args.rules.documents(rows))
                     row += len(rows)
             finally:
                 # a reader that outlives Python aborts the process (apache/arrow issue 45214)

@@ -76,11 +76,16 @@ class Loader(ABC):
 
     def __init__(self, n_sequences: int, batching: Batching) -> None:
         if n_sequences < batching.sequences_per_step:
-            cropped = f", {self.cropped:.1%} of them cropped," if self.cropped else ""
+            tokens = f"{self.tokens} tokens"
+            tokens_per_step = batching.sequences_per_step * batching.block_size
+            needed = f"at least {tokens_per_step + 1} tokens are needed"
+            if self.cropped:
+                tokens += f", of which align_documents crops {self.cropped:.1%},"
+                needed = "more documents are needed"
             raise UserError(
-                f"{self.source}: {self.tokens} tokens{cropped} give {n_sequences} sequences of "
-                f"{batching.block_size} tokens and a target, fewer than one batch "
-                f"({batching.sequences_per_step})"
+                f"{self.source}: {tokens} give {n_sequences} sequences of {batching.block_size} "
+                "tokens and a target, fewer than one batch "
+                f"({batching.sequences_per_step}); {needed}"
             )
         self.n_sequences = n_sequences
         self.batching = batching

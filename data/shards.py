@@ -70,11 +70,10 @@ class Meta(TypedDict):
     tokenizer: str  # as data.vocabulary.identify names it
     shard_size: int
     documents: str  # a hash that changes when the documents do
+    content: NotRequired[str]  # a hash of the files of the documents, where `documents` has none
     source: str  # where the documents come from
-    # the share and length of data.build.with_repeats; earlier versions left out what is unset
-    repeat: NotRequired[tuple[float, Count] | None]
-    split_at: NotRequired[str | None]  # the mark between documents
-    content: NotRequired[str | None]  # a hash of the documents' files, if `documents` has none
+    repeat: NotRequired[tuple[float, Count]]  # the share and length of data.build.with_repeats
+    split_at: NotRequired[str]  # the mark between documents
     complete: bool  # otherwise more shards are to be made
     shards: list[Entry]
 
@@ -157,9 +156,7 @@ def read_spans(files: Sequence[FileIO], spans: NDArray[np.int64], vocab_size: in
         size = length * TOKEN.itemsize
         content = os.pread(file.fileno(), size, byte_offset(start))
         if len(content) < size:
-            raise UserError(
-                f"{file.name} has shrunk: it ends before token {start + length}; copy it again"
-            )
+            raise UserError(f"{file.name} has shrunk: it ends before token {start + length}")
         tokens = np.frombuffer(content, TOKEN)
         check_ids(file.name, tokens, vocab_size, start)
         chunks.append(tokens)

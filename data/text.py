@@ -15,35 +15,36 @@ followed by an excerpt of themselves, so that a small model learns to copy.
 """
 
 import argparse
-import glob
 import hashlib
 import io
 import json
 import os
 import platform
 import re
+import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 from tqdm import tqdm
 
 from data.build import BATCH, COLUMN, build, parse_options, tokenise
-from data.documents import Rules, reading
+from data.documents import Document, Rules, reading
 from data.ids import are_ids, copy_ids
+from data.tokenizer import split_text
 from errors import UserError, command
 from runtime.files import sha256_of
 
 PLAIN = (".txt", ".md", ".py")
 SUFFIXES = (*PLAIN, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-CHUNK = 1 << 24  # characters of a plain file read at a time
-NAMED = 10  # files for validation whose names are printed
+CHUNK_CHARS = 1 << 20  # of a plain file that are read at once
+NAMED = 10  # files for training and for validation whose names are printed
 # Folders of installed packages and of tests, which are not library code.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 # What ends a paragraph, a line and a word.
@@ -56,7 +57,8 @@ ENDS = [
 Files = list[tuple[str, Path]]  # names and paths
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     """A file of documents, or some of its documents, or a part of its only document."""
 
     path: Path
@@ -64,109 +66,130 @@ class Source(NamedTuple):
     sha256: str  # of the file's content
     rules: Rules
     documents: range  # their indices in the file
-    characters: slice = slice(None)  # of each document
+    length: int  # in characters, of the whole file
+    characters: range = range(sys.maxsize)  # of the only document
+    part: str = ""  # such as "the last 4 documents of ", for messages
 
-    def read(self, first: int = 0) -> Iterator[str]:
+    def read(self, first: int = 0) -> Iterator[Document]:
         """Yield the documents from index `first` of this source on."""
         wanted = self.documents[first:]
         for document in islice(read_file(self.path, self.rules), wanted.start, wanted.stop):
-            yield document[self.characters]
-
-    def batches(self, first: int) -> Iterator[tuple[int, list[str]]]:
-        """Yield each document from index `first` on as a batch, with its index."""
-        for index, document in enumerate(self.read(first), first):
-            yield index, [document]
+            yield slice_text(document, self.characters)
 
 
-def list_files(paths: Iterable[str | Path]) -> Files:
+def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Files:
     """List (name, path) of all files with one of SUFFIXES in these files and folders, by name.
 
-    The name is relative to the folder in `paths`. Hidden files and folders are left out. Raises
-    UserError if a path is missing, is a file of another type, or is a folder without such files.
+    The name is relative to the folder in `paths`. Hidden files and folders are left out, and so
+    are folders whose name is in `without`. Raises UserError if a path is missing, or is a file of
+    another type, and where there is no such file.
     """
-    suffixes = " ".join(SUFFIXES)
-    by_file: dict[Path, tuple[str, Path]] = {}  # by the file that links lead to: each one once
+    found: dict[Path, tuple[str, Path]] = {}  # by the file that links lead to
     for path in map(Path, paths):
         if path.is_dir():
-            names = glob.glob("**", root_dir=path, recursive=True)
-            files = [(name, path / name) for name in names if name.endswith(SUFFIXES)]
-        elif not path.exists():
+            entered = set()
+            for parent, folders, files in os.walk(path, onerror=refuse, followlinks=True):
+                if Path(parent).resolve() in entered:  # a link leads back
+                    folders.clear()
+                    continue
+                entered.add(Path(parent).resolve())
+                # os.walk enters the folders that stay in its list
+                visible = [name for name in folders if name[0] != "." and name not in without]
+                folders[:] = sorted(visible)
+                for name in files:
+                    file = Path(parent, name)
+                    if name[0] != "." and name.endswith(SUFFIXES) and file.is_file():
+                        found[file.resolve()] = (file.relative_to(path).as_posix(), file)
+        elif not path.is_file():
             raise UserError(f"{path}: no such file or folder")
         elif not path.name.endswith(SUFFIXES):
-            raise UserError(f"{path}: files must end in one of {suffixes}")
+            raise UserError(f"{path}: files must end in one of {' '.join(SUFFIXES)}")
         else:
-            files = [(path.name, path)]
-        files = [(name, file) for name, file in files if file.is_file()]
-        if not files:
-            raise UserError(f"{path}: no file there ends in one of {suffixes}")
-        for name, file in sorted(files):
-            by_file.setdefault(file.resolve(), (name, file))
-    return sorted(by_file.values())
+            found[path.resolve()] = (path.name, path)
+    if not found:
+        searched = " ".join(map(str, paths))
+        raise UserError(f"{searched}: no file there ends in one of {' '.join(SUFFIXES)}")
+    return sorted(found.values())
+
+
+def refuse(error: OSError) -> NoReturn:
+    raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
 def list_stdlib() -> Files:
     """List the standard library's Python files, as `list_files` does."""
-    files = []
-    for name, path in list_files([sysconfig.get_path("stdlib")]):
-        if path.suffix == ".py" and NOT_STDLIB.isdisjoint(name.split("/")):
-            files.append((name, path))
-    return files
+    files = list_files([sysconfig.get_path("stdlib")], without=NOT_STDLIB)
+    return [(name, path) for name, path in files if path.suffix == ".py"]
 
 
-def read_file(path: Path, rules: Rules) -> Iterator[str]:
+def read_file(path: Path, rules: Rules) -> Iterator[Document]:
     """Yield the documents of one file.
 
     Raises UserError if the file cannot be read or parsed.
     """
     with reading(path):
         if path.name.endswith(PLAIN):
-            texts = read_plain(path, rules.split_at)
-            yield from rules.documents(f"{path}, text", enumerate(texts))
+            yield from rules.cut(read_plain(path))
         elif path.suffix == ".parquet":
-            entries = read_parquet(path, rules.column)
-            yield from rules.documents(f"{path}, row", enumerate(entries))
+            yield from rules.documents(read_parquet(path, rules.column))
         else:
-            lines = read_json_lines(path, rules.column)
-            yield from rules.documents(f"{path}, line", lines)
+            yield from rules.documents(read_json_lines(path, rules.column))
 
 
-def read_plain(path: Path, mark: str | None) -> Iterator[str]:
-    """Yield a file's whole text or, without holding all of it, each text between marks."""
-    with open(path, encoding="utf-8-sig", newline="") as file:  # line breaks stay as they are
-        if mark is None:
-            yield file.read()
-            return
-        rest = ""
-        while chunk := file.read(CHUNK):
-            *texts, rest = (rest + chunk).split(mark)
-            yield from filter(str.strip, texts)
-        if rest.strip():
-            yield rest
+def read_plain(path: Path) -> Iterator[str]:
+    """Yield the text of a file in chunks, since it may be larger than memory.
+
+    A chunk ends where a word does, so that no mark between documents is in two of them.
+    """
+    with open(path, "rb") as file:
+        # without a byte-order mark, and with line breaks as they are
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        try:
+            yield from split_text(iter(lambda: text.read(CHUNK_CHARS), ""), CHUNK_CHARS)
+        except UnicodeDecodeError as error:
+            place = file.tell() - len(error.object) + error.start
+            raise UserError(f"{path}: byte {place:,} is not UTF-8: {error.reason}") from error
 
 
-def read_parquet(path: Path, column: str) -> Iterator[Any]:
-    """Yield the entries of a column."""
+def read_parquet(path: Path, column: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each row, for messages, and its value in a column."""
     table = pyarrow.parquet.ParquetFile(path)
     if column not in table.schema_arrow.names:
-        raise UserError(f"{path}: no column {column!r}: name the column of the text with --field")
+        raise UserError(f"{path}: no column {column!r}")
+    row = 0
     for batch in table.iter_batches(BATCH, columns=[column]):
-        yield from batch[column].to_pylist()
+        for value in batch[column].to_pylist():
+            yield f"{path}, row {row}", value
+            row += 1
 
 
-def read_json_lines(path: Path, field: str) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each line that is not blank, from 1 on, and its value of a field."""
+def read_json_lines(path: Path, field: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each line, for messages, and its value of a field."""
     with io.BufferedReader(pyarrow.input_stream(path)) as lines:  # decompresses by the suffix
         for number, line in enumerate(lines, 1):
             if line.strip():
                 name = f"{path}, line {number}"
-                with reading(name):
+                try:
                     row = json.loads(line)
-                    if field not in row:
-                        raise UserError(
-                            f"{name}: no field {field!r}: name the field of the text with --field"
-                        )
-                    value = row[field]
-                yield number, value
+                except (ValueError, RecursionError) as error:
+                    start = line[:40].decode(errors="replace").strip()
+                    raise UserError(f"{name}: not JSON: {start}") from error
+                if not isinstance(row, dict):
+                    raise UserError(f"{name}: not a JSON object with fields")
+                if field not in row:
+                    fields = ", ".join(row) or "none"
+                    raise UserError(f'{name}: no field "{field}"; its fields are {fields}')
+                yield name, row[field]
+
+
+def slice_text(document: Document, characters: range) -> Iterator[str]:
+    """Yield some of the characters of a document, in chunks."""
+    position = 0
+    for chunk in document:
+        start = max(characters.start - position, 0)
+        end = max(characters.stop - position, 0)
+        yield chunk[start:end]
+        position += len(chunk)
 
 
 def inspect(files: Files, rules: Rules) -> list[Source]:
@@ -176,9 +199,13 @@ def inspect(files: Files, rules: Rules) -> list[Source]:
     """
     sources = []
     for name, path in tqdm(files, desc="reading", unit="file", delay=2):
-        count = sum(1 for _ in read_file(path, rules))
+        count = 0
+        length = 0
+        for document in read_file(path, rules):
+            count += 1
+            length += sum(map(len, document))
         if count:
-            sources.append(Source(path, name, sha256_of(path), rules, range(count)))
+            sources.append(Source(path, name, sha256_of(path), rules, range(count), length))
     return sources
 
 
@@ -189,53 +216,67 @@ def divide(source: Source) -> tuple[list[Source], list[Source]]:
     document is divided before a paragraph, or else a line or a word. Raises UserError if none of
     them begins there.
     """
-    total = len(source.documents)
-    if total == 1:
-        (text,) = source.read()
-        cut = find_cut(source.path, text)
-        print(f"validation: {source.name!r} from character {cut:,} of {len(text):,} on")
-        train = source._replace(characters=slice(cut))
-        val = source._replace(characters=slice(cut, None))
+    if len(source.documents) == 1:
+        total = source.length
+        cut = find_cut(source)
+        first_part = f"the first {cut:,} of {total:,} characters of "
+        last_part = f"the last {total - cut:,} characters of "
+        train = replace(source, characters=range(cut), part=first_part)
+        val = replace(source, characters=range(cut, total), part=last_part)
     else:
-        starts = np.cumsum([0, *map(len, source.read())])
-        cut = int(np.searchsorted(starts, starts[-1] * 9 / 10))
+        total = len(source.documents)
+        lengths = (sum(map(len, document)) for document in source.read())
+        starts = accumulate(lengths, initial=0)
+        tenth = source.length * 9 / 10
+        cut = next(index for index, start in enumerate(starts) if start >= tenth)
         cut = min(cut, total - 1)
-        print(f"validation: {source.name!r} from document {cut:,} of {total:,} on")
-        train = source._replace(documents=range(cut))
-        val = source._replace(documents=range(cut, total))
+        first_part = f"the first {cut:,} of {total:,} documents of "
+        last_part = f"the last {total - cut:,} documents of "
+        train = replace(source, documents=range(cut), part=first_part)
+        val = replace(source, documents=range(cut, total), part=last_part)
     return [train], [val]
 
 
-def find_cut(path: Path, text: str) -> int:
+def find_cut(source: Source) -> int:
     """Return how many characters of a single document are for training.
 
     Raises UserError if no word begins in its last tenth.
     """
-    tenth = len(text) * 9 // 10
+    tenth = source.length * 9 // 10
+    start = max(tenth - 1, 1)
+    (document,) = replace(source, characters=range(start, source.length)).read()
+    text = "".join(document)
     for pattern in ENDS:
-        if match := pattern.search(text.rstrip(), max(tenth - 1, 1)):
-            return match.end()
+        if match := pattern.search(text.rstrip()):
+            return start + match.end()
+    beginning = text[tenth - start :][:20]
     raise UserError(
-        f"{path}: cannot split off a validation set: no word boundary in the last tenth; give "
-        "more text, or a file for validation with --val"
+        f"{source.path}: cannot split off a validation set: no word boundary in the last tenth, "
+        f"{beginning!r}; give more text, or a file for validation with --val"
     )
 
 
-def split(sources: list[Source]) -> tuple[list[Source], list[Source]]:
+def split(sources: list[Source], val: list[Source] | None) -> tuple[list[Source], list[Source]]:
     """Split sources into (train, val).
 
-    A tenth of them, at least one, is for validation, chosen by the hash of the name; a single
-    source is divided.
+    Without sources for validation, a tenth of them, at least one, is chosen by the hash of the
+    name; a single source is divided.
     """
+    if val is not None:
+        return sources, val
     if len(sources) == 1:
         return divide(sources[0])
     ranked = sorted(sources, key=lambda s: hashlib.sha256(os.fsencode(s.name)).digest())
-    count = max(1, len(sources) // 10)
-    val = sorted(ranked[:count], key=lambda source: source.name)
-    train = sorted(ranked[count:], key=lambda source: source.name)
-    names = [source.name for source in val[:NAMED]]
-    print(f"validation: {len(val):,} of {len(sources):,} files, such as {names}")
-    return train, val
+    chosen = ranked[: max(1, len(sources) // 10)]
+    val = sorted(chosen, key=lambda source: source.name)
+    held_out = {source.path for source in val}
+    return [source for source in sources if source.path not in held_out], val
+
+
+def numbered(source: Source, first: int) -> Iterator[tuple[int, list[Document]]]:
+    """Yield the documents of a source from index `first` on, each with its index."""
+    for index, document in enumerate(source.read(first), first):
+        yield index, [document]
 
 
 @command
@@ -246,11 +287,17 @@ def main(argv: list[str] | None = None) -> None:
     field = f"the JSON field or parquet column of the text; default: {COLUMN}"
     parser.add_argument("--field", default=COLUMN, dest="column", metavar="FIELD", help=field)
     share = "the share of the T-token passages of the training text that an excerpt follows"
-    parser.add_argument("--repeat", type=float, default=0, metavar="SHARE", help=share)
-    within = "the training length (128), if --repeat is given"
-    parser.add_argument("--within", type=int, default=128, metavar="T", help=within)
+    parser.add_argument("--repeat", type=float, metavar="SHARE", help=share)
+    parser.add_argument("--within", type=int, metavar="T", help="the training length")
     args = parse_options(parser, argv, tokenizer="bytes")
 
+    if (args.repeat is None) != (args.within is None):
+        raise UserError("--repeat SHARE and --within T need each other")
+    repeats = args.repeat is not None
+    if repeats and not 0 < args.repeat <= 1:
+        raise UserError(f"--repeat {args.repeat:g} must be a share above 0, up to 1")
+    if repeats and args.within < 16:
+        raise UserError(f"--within {args.within} must be at least 16 tokens")
     if any(map(are_ids, args.paths)):
         copy_ids(args)
         return
@@ -260,28 +307,40 @@ def main(argv: list[str] | None = None) -> None:
     else:
         source = f"standard library of Python {platform.python_version()}"
         files = list_stdlib()
-    val = []
+    val = None
     if args.val:
         val_files = list_files(args.val)
         held_out = {path.resolve() for _, path in val_files}
         files = [(name, path) for name, path in files if path.resolve() not in held_out]
+        if not files:
+            raise UserError(f"{source}: --val names all of it, so that nothing is left to train on")
         val = inspect(val_files, args.rules)
-    train = inspect(files, args.rules)
-    args.rules.report()  # before `split`, which may read and count again
-    if train and not args.val:
-        train, val = split(train)
+    sources = inspect(files, args.rules)
+    args.rules.report()
+    train, val = split(sources, val)
     if not train or not val:
         raise UserError(f"{source}: too little text for training and validation")
+    print_names("training", train)
+    print_names("validation", val)
     folder = f"text_{Path(args.tokenizer).stem}"
-    if args.repeat:
+    if repeats:
         folder += "_repeat"
     streams = []
     checksums = []
     for sources, repeat in ((val, 0), (train, args.repeat)):
-        of_split = [source.batches for source in sources]
+        of_split = [partial(numbered, source) for source in sources]
         streams.append(partial(tokenise, of_split, args, repeat))
         checksums.append([(source.name, source.sha256) for source in sources])
-    build(folder, "text", streams, args, source, [args.column, checksums])
+    documents = [args.column, checksums]
+    build(folder, "text", streams, args, source, documents)
+
+
+def print_names(split: str, sources: list[Source]) -> None:
+    names = [source.part + source.name for source in sources[:NAMED]]
+    if len(sources) > NAMED:
+        names.append(f"and {len(sources) - NAMED} more")
+    shown = ", ".join(names).encode(errors="backslashreplace").decode()  # not all are UTF-8
+    print(f"{split}: {shown}")
 
 
 if __name__ == "__main__":

@@ -154,8 +154,10 @@ def copy_tokenizer(tokenizer: str, folder: Path) -> None:
             file.write(tokenizer_file(tokenizer).read_bytes())
 
 
-def split_text(text: str, size: int) -> Iterator[str]:
+def split_text(chunks: Iterable[str], size: int) -> Iterator[str]:
     """Cut a text into pieces of about `size` characters whose ids, joined, are the text's ids.
+
+    The text may come in chunks of any sizes: the pieces are the same.
 
     Cuts are made only before a space or a line break that follows a non-whitespace character.
     GPT-2's pre-tokeniser always starts a new piece there, since its pieces have whitespace only at
@@ -164,11 +166,17 @@ def split_text(text: str, size: int) -> Iterator[str]:
     places stays whole. With a tokenizer.json whose tokens cross words a few ids at a cut may
     differ.
     """
-    start = 0
-    while cut := SAFE_SPLIT.search(text, start + size):
-        yield text[start : cut.start()]
-        start = cut.start()
-    yield text[start:]
+    text = ""
+    for chunk in chunks:
+        search_from = max(size, len(text))  # what came before has no place for a cut
+        text += chunk
+        start = 0
+        while cut := SAFE_SPLIT.search(text, search_from):
+            yield text[start : cut.start()]
+            start = cut.start()
+            search_from = start + size
+        text = text[start:]
+    yield text
 
 
 def byte_symbols() -> dict[int, str]:

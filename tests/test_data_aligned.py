@@ -156,8 +156,8 @@ def test_documents_are_counted_in_aligned_windows(data_dir):
 
 def test_what_cannot_be_aligned_is_refused(data_dir):
     open_aligned(data_dir, 13, seed=0)
-    says = r"\d+ tokens, \d+\.\d% of them cropped, give 13 sequences of 8 tokens .* batch \(14\)"
-    with pytest.raises(UserError, match=says):
+    cropped = r"\d+ tokens, of which align_documents crops \d+\.\d%, give 13 sequences of 8 tokens"
+    with pytest.raises(UserError, match=rf"{cropped} .* batch \(14\); more documents are needed"):
         open_aligned(data_dir, 14, seed=0)
     path = data_dir / "x_train_000002.bin"
     write_shard(path, np.arange(1, 50, dtype=np.uint16))
@@ -188,6 +188,16 @@ def test_a_run_says_what_is_cropped_and_validates_on_the_same(train, documents, 
     assert says in printed
     assert metrics(aligned, "val_loss")[0] == metrics(stream, "val_loss")[0]
     assert metrics(aligned)[1] != metrics(stream)[1]
+
+
+def test_a_resumed_run_goes_on_with_the_same_batches(train, documents, refused):
+    settings = ["configs/ssmax.py", f"--data_dir={documents}", "--align_documents"]
+    straight = train("straight", *settings, "--max_iters=4")
+    train("run", *settings, "--max_iters=2")
+    resumed = train("run", *settings, "--max_iters=4", "--resume")
+    assert metrics(resumed) == metrics(straight)
+    says = "was trained with align_documents = True, so it cannot be resumed with False"
+    refused(train, "run", *settings[:2], "--max_iters=5", "--resume", says=says)
 
 
 def test_text_in_turn_with_recall_is_aligned(train, documents, capsys):

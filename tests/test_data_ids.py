@@ -61,7 +61,7 @@ def test_ids_are_copied(files, tmp_path, monkeypatch, capsys, refused):
     assert contents(again) == whole
     monkeypatch.undo()
     arrays["train.bin"][::-1].tofile(folder / "train.bin")
-    refused(run, out, *arguments, says="made with documents ")
+    refused(run, out, *arguments, says="made from other documents")
 
 
 def test_what_is_not_ids_is_refused(files, tmp_path, refused):

@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import shutil
+import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -45,6 +47,10 @@ def inspect(*files, **rules):
     return text.inspect(files, Rules("text", **rules))
 
 
+def read_all(source):
+    return ["".join(document) for document in source.read()]
+
+
 def documents_of(out, split, tokenizer="bytes"):
     """The texts of a split, each of which begins with end-of-text."""
     tok = get_tokenizer(tokenizer)
@@ -61,7 +67,9 @@ def test_text_of_every_kind(folder, tmp_path, tokenizer, capsys):
     out = tmp_path / "out"
     run_text(folder, "--out_dir", out, "--tokenizer", tokenizer)
     printed = capsys.readouterr().out
-    assert "validation: 2 of 25 files, such as ['18.txt', '20.txt']\n" in printed
+    assert "training: 00.txt, 01.txt, " in printed
+    assert ", 09.txt, and 13 more\n" in printed
+    assert "validation: 18.txt, 20.txt\n" in printed
     assert "empty documents left out: 2\n" in printed
     documents = documents_of(out, "train", tokenizer) + documents_of(out, "val", tokenizer)
     expected = [f"text {k}\n" for k in range(21)]
@@ -76,21 +84,15 @@ def test_the_validation_files_are_always_the_same_tenth(folder, tmp_path):
     for name in ("texts", "moved"):
         folder = folder.rename(tmp_path / name)
         sources = inspect(*text.list_files([folder]))
-        train, val = text.split(sources)
+        train, val = text.split(sources, None)
         assert len(sources) == 25
         assert sources == sorted(train + val, key=lambda source: source.name)
         assert [source.name for source in val] == ["18.txt", "20.txt"]
-    train, val = text.split(sources[:2])
+    train, val = text.split(sources[:2], None)
     assert len(train) == len(val) == 1
-
-
-def test_a_name_that_is_not_utf8(tmp_path, folder, capsys):
-    name = os.fsdecode(b"caf\xe9.txt")
-    (source,) = inspect(("a.txt", folder / "00.txt"))
-    text.split([source._replace(name=name)] * 10)
-    printed = capsys.readouterr().out
-    printed.encode()  # raises for a surrogate
-    assert "such as ['caf\\udce9.txt']" in printed
+    foreign = replace(sources[0], name=os.fsdecode(b"caf\xe9.txt"))  # not UTF-8
+    _, val = text.split([foreign, *sources], None)
+    assert len(val) == 2
 
 
 def test_named_validation_files(folder, tmp_path, capsys):
@@ -110,7 +112,7 @@ def test_other_documents_of_the_same_size_are_noticed(folder, tmp_path, refused)
     says = "made with tokenizer bytes, not gpt2"
     refused(run_text, *command, "--tokenizer=gpt2", says=says)
     (folder / "00.txt").write_text("text 9\n")
-    refused(run_text, *command, says=("made with documents ", "delete the folder"))
+    refused(run_text, *command, says="before they were edited")
 
 
 @pytest.mark.parametrize("repeat", [(), ("--repeat", 0.5, "--within", 16)])
@@ -137,6 +139,14 @@ def test_repeats_in_the_training_text_alone(tmp_path, refused):
     (document,) = documents_of(out, "train")
     assert 1.06 < len(document) / len(train.read_text()) < 1.13  # half of 3/16
     refused(run_text, *command, says="made with repeat")
+    for arguments, says in (
+        (("--repeat", 1.5, "--within", 64), "--repeat 1.5 must be a share above 0"),
+        (("--repeat", 0, "--within", 64), "--repeat 0 must be a share above 0"),
+        (("--repeat", 0.5, "--within", 15), "--within 15 must be at least 16 tokens"),
+        (("--repeat", 0.5), "--repeat SHARE and --within T need each other"),
+        (("--within", 64), "need each other"),
+    ):
+        refused(run_text, train, *arguments, says=says)
 
 
 def test_text_refusals(folder, tmp_path, refused):
@@ -148,23 +158,23 @@ def test_text_refusals(folder, tmp_path, refused):
     says("empty.txt: too little text for training and", folder / "deep" / "empty.txt")
     says("--split_at needs a mark", folder, "--split_at", "")
     says(
-        "00.txt: cannot split off a validation set: no word boundary in the last tenth",
+        "00.txt: cannot split off a validation set: no word boundary in the last tenth, '\\n'",
         folder / "00.txt",
     )
-    says("00.txt: too little text", folder / "00.txt", "--val", folder / "00.txt")
+    says("00.txt: --val names all of it", folder / "00.txt", "--val", folder / "00.txt")
     pages = folder / "pages"
     pages.mkdir()
     (pages / "A.TXT").touch()
     says("pages: no file there ends in one of .txt .md", pages)
     says("tokenizer = 'gtp2'; did you mean gpt2?", folder, "--tokenizer", "gtp2")
     for name, content, message in (
-        ("bad.txt", "ab\xff", "bad.txt: cannot be read: 'utf-8' codec can't decode byte 0xff"),
-        ("bad.jsonl", '{"text": "a"}\n{"body": 1}', "bad.jsonl, line 2: no field 'text'"),
-        ("bad.jsonl", '{"text": "a"}\n["text"]', "bad.jsonl, line 2: cannot be read: list ind"),
-        ("bad.jsonl", '{"text": "a"}\n\nwords', "bad.jsonl, line 3: cannot be read: Expecting"),
-        ("bad.jsonl", '{"text": "a\xff"}', "bad.jsonl, line 1: cannot be read: 'utf-8' codec"),
+        ("bad.txt", "ab\xff", "bad.txt: byte 2 is not UTF-8: invalid start byte"),
+        ("bad.txt", "ab " * 1000 + "\xc3", "bad.txt: byte 3,000 is not UTF-8: unexpected end"),
+        ("bad.jsonl", '{"text": "a"}\n{"body": 1}', 'no field "text"; its fields are body'),
+        ("bad.jsonl", '{"text": "a"}\n["text"]', "bad.jsonl, line 2: not a JSON object"),
+        ("bad.jsonl", '{"text": "a"}\n\nplain words', "bad.jsonl, line 3: not JSON: plain words"),
+        ("bad.jsonl", '{"text": "a\xff"}', "bad.jsonl, line 1: not JSON: {"),
         ("bad.jsonl", '{"text": 5}', 'bad.jsonl, line 1: "text" must be a string, not int'),
-        ("bad.jsonl", '{"text": "a"}\n\n{"text": 5}', 'bad.jsonl, line 3: "text" must be'),
         ("bad.parquet", "PAR1", "bad.parquet: cannot be read: Parquet"),
     ):
         (folder / name).write_bytes(content.encode("latin-1"))
@@ -172,8 +182,8 @@ def test_text_refusals(folder, tmp_path, refused):
         (folder / name).unlink()
     write_parquet(folder / "bad.parquet", ["a"], column="body")
     says("bad.parquet: no column 'text'", folder)
-    write_parquet(folder / "bad.parquet", [None] * 17 + [b"a"])
-    says('bad.parquet, row 17: "text" must be a string, not bytes', folder)
+    write_parquet(folder / "bad.parquet", [b"a"])
+    says('bad.parquet, row 0: "text" must be a string, not bytes', folder)
     write_parquet(folder / "bad.parquet", pa.array([b"a", b"\xff"]).view(pa.string()))
     says("bad.parquet: cannot be read: 'utf-8' codec can't decode", folder)
     assert not (tmp_path / "out").exists()
@@ -185,6 +195,8 @@ def test_a_single_file_is_counted_once(tmp_path, capsys):
     path.write_text("some words<|endoftext|>\n\n" * 20)
     run_text(path, "--out_dir", tmp_path / "out")
     assert "the text has <|endoftext|> 20 times" in capsys.readouterr().out
+    run_text(path, "--out_dir", tmp_path / "split", "--split_at", "<|endoftext|>")
+    assert "documents end at '<|endoftext|>': 20 times" in capsys.readouterr().out
 
 
 def test_mistakes_are_refused_before_files_are_read(tmp_path, monkeypatch, refused):
@@ -217,9 +229,38 @@ def test_nulls_and_marks(tmp_path, capsys, refused):
     refused(run_text, *split, says=f"made with split_at None, not {mark}")
     shutil.rmtree(out)
     run_text(*split)
+    assert f"documents end at '{mark}': 5 times\n" in capsys.readouterr().out
     assert documents_of(out, "val") == ["once", "upon a", "time"]
     assert documents_of(out, "train") == ["a", "b", "c", "d"]
     assert shards.read_meta(out)["split_at"] == mark
+
+
+@pytest.mark.parametrize("size", [1, 10, 1000])
+def test_plain_files_are_read_in_chunks(tmp_path, monkeypatch, size, capsys):
+    path = tmp_path / "x.txt"
+    content = "".join(f"line {k}, naïve\r\n\r\n" for k in range(200))
+    path.write_bytes(content.encode())
+    run_text(path, "--out_dir", tmp_path / "whole")
+    monkeypatch.setattr(text, "CHUNK_CHARS", size)
+    run_text(path, "--out_dir", tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    printed = capsys.readouterr().out
+    cut = content.index("line 181")
+    assert f"training: the first {cut:,} of {len(content):,} characters of x.txt\n" in printed
+    assert f"validation: the last {len(content) - cut:,} characters of x.txt\n" in printed
+
+
+def test_a_large_file_takes_little_memory(tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text("some words of a paragraph\n\n" * (1 << 19))  # 14 MB
+    tracemalloc.start()
+    ((train,), (val,)) = text.divide(*inspect(("x.txt", path)))
+    for source in (train, val):
+        for _, (document,) in text.numbered(source, 0):
+            assert max(map(len, document)) < 2 * text.CHUNK_CHARS
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * text.CHUNK_CHARS
 
 
 @pytest.mark.parametrize(
@@ -233,15 +274,12 @@ def test_nulls_and_marks(tmp_path, capsys, refused):
         ("a\nb", "b"),
     ],
 )
-def test_where_a_single_document_is_divided(tmp_path, content, val, capsys):
+def test_where_a_single_document_is_divided(tmp_path, content, val):
     path = tmp_path / "x.txt"
     path.write_text(content)
     ((train_part,), (val_part,)) = text.divide(*inspect(("x.txt", path)))
-    assert list(train_part.read()) == [content.removesuffix(val)]
-    assert list(val_part.read()) == [val]
-    cut = len(content) - len(val)
-    says = f"validation: 'x.txt' from character {cut:,} of {len(content):,} on\n"
-    assert capsys.readouterr().out == says
+    assert read_all(train_part) == [content.removesuffix(val)]
+    assert read_all(val_part) == [val]
 
 
 def test_a_single_file_of_documents_is_divided_between_two(tmp_path, capsys):
@@ -262,7 +300,8 @@ def test_a_single_file_of_documents_is_divided_between_two(tmp_path, capsys):
         assert documents_of(out, "train") == documents[:36]
         assert documents_of(out, "val") == documents[36:]
         printed = capsys.readouterr().out
-        assert f"validation: {path.name!r} from document 36 of 40 on\n" in printed
+        assert f"training: the first 36 of 40 documents of {path.name}\n" in printed
+        assert f"validation: the last 4 documents of {path.name}\n" in printed
     plain.write_text(lines + json.dumps({"body": "x" * 2000}) + "\n")
     ((train,), (val,)) = text.divide(*text.inspect([("x.jsonl", plain)], Rules("body")))
     assert len(train.documents) == 40
@@ -282,8 +321,7 @@ def test_byte_order_marks(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfa")
     for name in ("x.jsonl", "x.txt"):
-        (source,) = inspect((name, tmp_path / name))
-        assert list(source.read()) == ["a"]
+        assert read_all(*inspect((name, tmp_path / name))) == ["a"]
 
 
 def test_links_are_read_by_their_names(folder, tmp_path):
@@ -296,10 +334,10 @@ def test_links_are_read_by_their_names(folder, tmp_path):
     (linked / "a.jsonl").symlink_to(blob)
     (linked / "b.jsonl").symlink_to(blob)
     (source,) = text.inspect(text.list_files([linked]), Rules("text"))
-    assert list(source.read()) == ["one", "two"]
+    assert read_all(source) == ["one", "two"]
 
 
-def test_linked_folders_are_entered_and_their_files_taken_once(tmp_path):
+def test_linked_folders_are_entered_once(tmp_path):
     for name in ("texts/sub", "other/deep"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "texts/a.txt").write_text("a")
@@ -308,3 +346,12 @@ def test_linked_folders_are_entered_and_their_files_taken_once(tmp_path):
     (tmp_path / "texts/sub/back").symlink_to(tmp_path / "texts")
     names = [name for name, _ in text.list_files([tmp_path / "texts"])]
     assert names == ["a.txt", "link/deep/b.txt"]
+
+
+def test_a_name_that_is_not_utf8_is_printed(capsys, tmp_path, folder):
+    name = os.fsdecode(b"caf\xe9.txt")
+    source = inspect(("a.txt", folder / "00.txt"))[0]
+    text.print_names("training", [replace(source, name=name)])
+    printed = capsys.readouterr().out
+    printed.encode()  # raises for a surrogate
+    assert printed == "training: caf\\udce9.txt\n"

@@ -36,6 +36,12 @@ def random_texts(n, length, seed=0):
     return ["".join(rng.choices(ALPHABET, k=rng.randrange(length))) for _ in range(n)]
 
 
+def test_a_missing_library_is_named(words_file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=f"{words_file}: this needs `pip install tokenizers`"):
+        tokenizer.open_file(str(words_file))
+
+
 @pytest.mark.parametrize(
     "name, text, ids",
     [
@@ -80,14 +86,15 @@ def test_split_text_keeps_the_ids(name):
     tok = get_tokenizer(name)
     for text in [*TEXTS, *random_texts(200, 80, seed=1)]:
         for size in (1, 3, 10):
-            pieces = list(split_text(text, size))
+            pieces = list(split_text([text], size))
+            assert list(split_text(text, size)) == pieces  # in chunks of one character
             assert "".join(pieces) == text
             ids = [i for piece in pieces for i in tok.encode(piece)]
             assert ids == tok.encode(text), repr(text)
-    pieces = list(split_text("word " * 1000, 100))
+    pieces = list(split_text(["word " * 1000], 100))
     assert len(pieces) == 50
     assert max(map(len, pieces)) < 110
-    assert list(split_text("unbroken" * 100, 100)) == ["unbroken" * 100]
+    assert list(split_text(["unbroken" * 50] * 2, 100)) == ["unbroken" * 100]
 
 
 def test_gpt2_is_tiktokens(monkeypatch):
@@ -141,12 +148,6 @@ def test_a_file_of_words(words_file):
     assert tok.decode([1, 2, 6]) == "the cat </s>"
     assert tok.encode("the " * 9) == [1] * 9
     assert count_ids(str(words_file)) == 7
-
-
-def test_a_missing_library_is_named(words_file, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=f"{words_file}: this needs `pip install tokenizers`"):
-        tokenizer.open_file(str(words_file))
 
 
 @pytest.mark.parametrize(
