@@ -203,7 +203,7 @@ def test_runs_of_other_training_lengths_have_the_same_lengths(
     for table, length in zip(tables, (8, 16, 64, 128), strict=True):
         assert table.startswith(f"{length} tokens'")
         for trained_length in (8, 16):
-            assert re.search(rf"^run{trained_length} +{length} ", table, re.M)
+            assert re.search(rf"^block_size {trained_length} +{length} ", table, re.M)
 
 
 def test_a_text_alone_needs_no_data(shards, call, tmp_path, pictures):
