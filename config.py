@@ -165,7 +165,7 @@ class Config:
         10, "Largest number of planets in a system of 'orbits'.", needs=ORBITS
     )
     bins: PositiveInt = setting(7000, "Bins of a coordinate of 'orbits'.", needs=ORBITS)
-    recall: Literal["lookup", "mqar", "latest", "sort"] = setting(
+    recall: Literal["lookup", "mqar", "latest", "latest_2", "sort"] = setting(
         "lookup", "Which task of 'recall'.", needs=RECALL
     )
     # ---- optimisation: on which training data, and how, the weights are trained ----

@@ -3,14 +3,15 @@
 The loss on text says little about the use of a long context, because most of what predicts a token
 is near it. Here loss and accuracy are over the answers only. The tasks share 256 token ids:
 
-lookup  4 of 12 keys get one of 16 values each. Key and value are one token, so that finding it
-        takes one match and no positions. At the end the 4 keys are asked in random order.
-mqar    multi-query associative recall (Arora et al. 2023): 4 of 128 keys, each followed by a
-        value of 64; later each key is asked at a random place. In the authors' code such places
-        follow a power law that prefers the nearest ones, and noise may contain keys.
-latest  as lookup, but each key is assigned three times: the answer is its latest value (Tan et
-        al. 2024, MQRAR).
-sort    symbols of 32, a separator, and the symbols in order (Vasylenko et al. 2025, ASEntmax).
+lookup    4 of 12 keys get one of 16 values each. Key and value are one token, so that finding it
+          takes one match and no positions. At the end the 4 keys are asked in random order.
+mqar      multi-query associative recall (Arora et al. 2023): 4 of 128 keys, each followed by a
+          value of 64; later each key is asked at a random place. In the authors' code such places
+          follow a power law that prefers the nearest ones, and noise may contain keys.
+latest    as lookup, but each key is assigned three times: the answer is its latest value (Tan et
+          al. 2024, MQRAR).
+latest_2  the answer is the last value but one (Yang et al. 2025, PaTH: MQRAR-2).
+sort      symbols of 32, a separator, and the symbols in order (Vasylenko et al. 2025, ASEntmax).
 
 All other tokens are noise, drawn from the remaining ids. The sizes are smaller than the authors',
 so that a model learns a task within minutes on a CPU.
@@ -58,10 +59,11 @@ class Drawn(NamedTuple):
 
 
 class Assigned(NamedTuple):
-    """How a task assigns values to its keys; it asks for the last value of a key."""
+    """How a task assigns values to its keys, and which value of a key it asks for."""
 
     values: int  # how many different values there are
     times: int = 1  # how often each key is assigned a value
+    back: int = 0  # 0 asks for the last value of a key, 1 for the last but one
 
 
 # How each recall task assigns its keys; sort has no keys.
@@ -69,31 +71,32 @@ ASSIGNED = {
     "lookup": Assigned(VALUES),
     "mqar": Assigned(MQAR_VALUES),
     "latest": Assigned(VALUES, TIMES),
+    "latest_2": Assigned(VALUES, TIMES, back=1),
 }
 
 
-def draw(task: str, split: int, index: int, length: int) -> Drawn:
+def draw(task: str, split: int, index: int, length: int, pairs: int = PAIRS) -> Drawn:
     """A sequence of a split, a pure function of these arguments."""
     rng = sequence_rng(split, index)
     if task == "sort":
         return sort(rng, length)
     if task == "mqar":
-        return mqar(rng, length)
-    return lookup(rng, length, ASSIGNED[task].times)
+        return mqar(rng, length, pairs)
+    return lookup(rng, length, pairs, ASSIGNED[task])
 
 
-def lookup(rng: np.random.Generator, length: int, times: int) -> Drawn:
-    """Assign each key a value so many times, both in one token; at the end ask for the last one."""
-    keys = rng.permutation(KEYS)[:PAIRS]
-    first_query = length - PAIRS
+def lookup(rng: np.random.Generator, length: int, pairs: int, task: Assigned) -> Drawn:
+    """Assign values to keys, key and value in one token, and ask for a value of each at the end."""
+    keys = rng.permutation(KEYS)[:pairs]
+    first_query = length - pairs
     tokens = rng.integers(QUERIES + KEYS, RECALL_IDS, length)
-    assigned = rng.permutation(keys.repeat(times))
+    assigned = rng.permutation(keys.repeat(task.times))
     values = rng.integers(VALUES, size=len(assigned))
     places = np.sort(rng.choice(first_query, len(assigned), replace=False))
     tokens[places] = assigned * VALUES + values
     asked = rng.permutation(keys)
     tokens[first_query:] = QUERIES + asked
-    source = [np.flatnonzero(assigned == key)[-1] for key in asked]
+    source = [np.flatnonzero(assigned == key)[-1 - task.back] for key in asked]
     return Drawn(
         tokens,
         places=np.arange(first_query, length),
@@ -102,13 +105,13 @@ def lookup(rng: np.random.Generator, length: int, times: int) -> Drawn:
     )
 
 
-def mqar(rng: np.random.Generator, length: int) -> Drawn:
+def mqar(rng: np.random.Generator, length: int, pairs: int) -> Drawn:
     """Keys and values in turn at the beginning; later, among noise, each key is asked once."""
-    keys = rng.permutation(MQAR_KEYS)[:PAIRS]
-    values = MQAR_KEYS + rng.integers(MQAR_VALUES, size=PAIRS)
+    keys = rng.permutation(MQAR_KEYS)[:pairs]
+    values = MQAR_KEYS + rng.integers(MQAR_VALUES, size=pairs)
     tokens = rng.integers(MQAR_KEYS + MQAR_VALUES, RECALL_IDS, length)
-    tokens[: 2 * PAIRS] = np.stack([keys, values], 1).ravel()
-    places = rng.choice(np.arange(2 * PAIRS, length), PAIRS, replace=False)
+    tokens[: 2 * pairs] = np.stack([keys, values], 1).ravel()
+    places = rng.choice(np.arange(2 * pairs, length), pairs, replace=False)
     tokens[places] = keys
     order = places.argsort()
     return Drawn(tokens, places[order], answers=values[order], sources=2 * order + 1)
@@ -195,7 +198,7 @@ def hash_sequences(task: str) -> str:
 # ---- what is right by chance ----
 
 
-def chance(task: str, length: int) -> float:
+def chance(task: str, length: int, pairs: int = PAIRS) -> float:
     """The share of answers that a model gets right without matching any key.
 
     It sees the values of a sequence in their order, but not which keys they belong to, and always
@@ -205,15 +208,19 @@ def chance(task: str, length: int) -> float:
     """
     if task == "sort":
         return right_by_repeating(length)
-    return right_by_value(ASSIGNED[task])
+    return right_by_value(pairs, ASSIGNED[task])
 
 
 @cache
-def right_by_value(assigned: Assigned) -> float:
+def right_by_value(pairs: int, assigned: Assigned) -> float:
     """The accuracy of naming the likeliest value in view, simulated (standard error 0.0002)."""
-    n = PAIRS * assigned.times
-    # a value is asked for if all other values of its key are among the i values before it
-    likelihoods = np.array([math.comb(i, assigned.times - 1) for i in range(n)], np.float64)
+    values_after = assigned.back
+    values_before = assigned.times - 1 - values_after
+    n = pairs * assigned.times
+    # a value is asked for if its key has values_before values before it and values_after after it
+    likelihoods = np.empty(n)
+    for i in range(n):
+        likelihoods[i] = math.comb(i, values_before) * math.comb(n - 1 - i, values_after)
     likelihoods /= likelihoods.sum()
 
     sequences = min(2**18, 2**25 // n**2)  # fewer if n is large, to bound memory

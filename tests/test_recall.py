@@ -48,7 +48,7 @@ def read(task, tokens):
         elif token < 204:
             asked = values.pop(token - 192)
             assert len(asked) == (1 if task == "lookup" else 3)
-            targets[i] = asked[-1]
+            targets[i] = asked[-2] if task == "latest_2" else asked[-1]
     assert not values  # every key is asked, once
     return targets
 
@@ -93,6 +93,11 @@ def test_every_answer_follows_from_the_sequence(task):
         assert (drawn.sources < drawn.places).all()
 
 
+def test_more_pairs_of_mqar():
+    drawn = draw("mqar", 5, 0, 1024, pairs=64)
+    assert targets(drawn).tolist() == read_mqar(drawn.tokens.tolist())
+
+
 def likeliest(values, weights):
     """The value with the most weight."""
     scores = Counter()
@@ -101,8 +106,9 @@ def likeliest(values, weights):
     return max(scores, key=scores.__getitem__)
 
 
-def test_chance_is_the_best_guess_without_keys():
-    sequences = [draw("latest", 5, index, 64) for index in range(6000)]
+@pytest.mark.parametrize("task", ["latest", "latest_2"])
+def test_chance_is_the_best_guess_without_keys(task):
+    sequences = [draw(task, 5, index, 64) for index in range(6000)]
     # how often each value in view is asked for, by its place among them
     asked = Counter()
     for drawn in sequences[:2000]:
@@ -115,7 +121,7 @@ def test_chance_is_the_best_guess_without_keys():
         values = [token % 16 for token in drawn.tokens.tolist() if token < 192]
         guess = likeliest(values, weights)
         right += list(drawn.answers == guess)
-    assert np.mean(right) == pytest.approx(chance("latest", 64), abs=0.01)
+    assert np.mean(right) == pytest.approx(chance(task, 64), abs=0.01)
 
 
 @pytest.mark.parametrize("length", [16, 17, 64, 65, 1024])
@@ -138,6 +144,8 @@ def test_chance_is_exact_to_a_tenth_of_a_percent():
         assert chance(task, 64) == pytest.approx(expected, abs=5e-4)
     # of 32 answers as many repeat none as there are different symbols: 32 (1 - (31 / 32)^32)
     assert chance("sort", 64) == pytest.approx((31 / 32) ** 32)
+    assert chance("mqar", 64, pairs=1) == 1
+    assert chance("mqar", 1024, pairs=64) < 0.07
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -219,7 +227,7 @@ def test_text_and_recall_in_turn(shards):
 
 
 @pytest.mark.parametrize("settings, first", [(SETTINGS, 0), (BOTH, 257)])
-def test_the_accuracy_by_hand(settings, first, call, capsys, shards, tmp_path, pictures):
+def test_the_accuracy_by_hand(settings, first, call, capsys, shards, tmp_path):
     torch.manual_seed(0)
     config = small_config("softmax.py", *settings, "--recall=latest", f"--data_dir={shards}")
     model = build_model(config)
@@ -228,7 +236,7 @@ def test_the_accuracy_by_hand(settings, first, call, capsys, shards, tmp_path, p
     is_value = (ids >= 0) & (ids < 16)
     model.lm_head.weight.data *= 50 * is_value
     run = saved_run(tmp_path / "latest", model)
-    options = ["--lengths=32", "--answers=400", "--rope=none", "--device=cpu"]
+    options = ["--lengths=32", "--answers=400", "--rope=none", "--device=cpu", "--out=x.png"]
     call(recall, run, *options)
     (measured,) = json.loads((run / "recall.json").read_text())
     for length in (32, 64):
@@ -248,11 +256,11 @@ def test_the_accuracy_by_hand(settings, first, call, capsys, shards, tmp_path, p
         assert part["answers"] == 400
         distances = part["distances"].values()
         assert sum(judged["answers"] for judged in distances) == 400
-        accuracy = f"{right / 4:.1f}"
-    lines = capsys.readouterr().out.splitlines()
-    assert "latest, rope none: answers that are right (%)" in lines
-    (line,) = [line for line in lines if line.startswith("softmax ")]
-    assert line.endswith(f" {accuracy}  less than 99 at T after 7 steps")
+    printed, errors = capsys.readouterr()
+    assert "nothing to draw" in errors
+    title, _, line = printed.strip().splitlines()
+    assert title == "latest, rope none: answers that are right (%)"
+    assert line.split(maxsplit=3)[1:] == ["–", f"{right / 4:.1f}", "not learned in 7 steps"]
     if first:
         call(eval_length, run, "--lengths=64", "--rope=none", "--device=cpu")
         (of_text,) = json.loads((run / "eval_length.json").read_text())
@@ -317,6 +325,7 @@ def measured_run(task, parts, **facts):
         "recall": task,
         "variant": "lssa",
         "trained_length": 64,
+        "proportional": False,
         "parts": parts,
         **facts,
     }
@@ -327,14 +336,15 @@ def test_whole_sequences_of_sort(capsys):
     longer = trained | {"accuracy": 0.5}
     run = measured_run("sort", {"64": trained, "128": longer}, step=6)
 
-    def shown():
-        recall.Recall().show({"run": run})
+    def shown(**options):
+        recall.Recall(**options).show({"run": run})
         lines = capsys.readouterr().out.splitlines()
         return [line.split()[-2:] for line in lines[-2:]]
 
     assert shown() == [["99.5", "50.0"], ["25.0", "25.0"]]
     trained["accuracy"] = 0.3
-    assert shown()[0] == ["6", "steps"]
+    assert shown()[1] == ["6", "steps"]
+    assert shown(window=8) == [["30.0", "50.0"], ["25.0", "25.0"]]
 
 
 def test_a_dashed_line_is_the_level_of_chance():
@@ -355,21 +365,38 @@ def test_a_dashed_line_is_the_level_of_chance():
         return rounded
 
     lookup = measured_run("lookup", parts)
-    mqar = measured_run("mqar", parts)
+    mqar = measured_run("mqar", parts, proportional=True)
     sort = measured_run("sort", parts)
     latest = measured_run("latest", parts)
     in_view = "chance: a value in view, without matching its key"
     repeated = "chance: repeating the last answer"
     assert dashed(a=lookup, b=lookup) == {in_view: [33.7, 33.7]}
-    assert dashed(a=mqar) == {in_view: [27.3, 27.3]}
+    assert dashed(a=mqar) == {in_view: [27.3, 6.2]}
     assert dashed(a=sort, b=latest) == {
         f"sort, {repeated}": [36.2, 93.8],
         f"latest, {in_view}": [31.5, 31.5],
     }
 
 
+def test_pairs_in_proportion():
+    config = small_config("softmax.py", *SETTINGS, "--recall=mqar")
+    evaluation = recall.Recall(
+        lengths=(64, 512),
+        answers=512,
+        proportional=True,
+    )
+    assert evaluation.sequences(config, 64) == 128
+    assert evaluation.sequences(config, 512) == 64
+    without_lengths = recall.Recall(proportional=True)
+    aligned = without_lengths.align([config])
+    assert max(aligned.lengths) == 2048  # 128 pairs
+
+
 def test_refusals():
     latest = small_config("softmax.py", *SETTINGS, "--recall=latest")
+    proportional = recall.Recall(lengths=(64, 512), proportional=True)
+    with pytest.raises(UserError, match="--proportional is for mqar, but"):
+        proportional.identify(latest)
     short = recall.Recall(lengths=(8,))
     with pytest.raises(UserError, match="length 8 must be at least 16"):
         short.identify(latest)
