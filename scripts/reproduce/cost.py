@@ -24,18 +24,15 @@ BEST_BYTES = 4
 CHECKPOINT_BYTES = 12
 
 
-def print_paper_values(
-    names: Sequence[str], columns: Sequence[str], paper: dict[str, list]
-) -> None:
-    """Print the paper's values of the entries, in the columns where it has any."""
+def print_entries(names: Sequence[str], columns: Sequence[str], paper: dict[str, list]) -> None:
+    """Print the entries with the paper's values, in the columns where it has any."""
     shown = [["entry", *names]]
     for i, column in enumerate(columns):
         values = [paper[name][i] if name in paper else None for name in names]
         if any(value is not None for value in values):
             cells = ["–" if value is None else f"{value:g}" for value in values]
             shown.append([f"the paper's {column.partition(',')[0]}", *cells])
-    if len(shown) > 1:
-        print_table(list(zip(*shown, strict=True)))
+    print_table(list(zip(*shown, strict=True)))
 
 
 def print_cost(runs: Sequence[PlannedRun], out: Path) -> None:

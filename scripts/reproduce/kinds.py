@@ -25,6 +25,7 @@ from scripts.recall import (
     PERCENT,
     Recall,
     chance_label,
+    chances,
     has_learned,
 )
 from scripts.reproduce import pictures
@@ -298,7 +299,7 @@ def chance_sentence(table: dict) -> str:
     """State how often a model is right that matches no key."""
     measured = next(iter(pictures.first_seeds(table).values()))
     meaning = chance_label(measured["recall"])
-    levels = [f"{level:.1f}" for level in pictures.chance_levels(table)]
+    levels = [f"{level:.1f}" for level in chances(measured, pictures.lengths_of(table))]
     if len(set(levels)) == 1:
         return f"Chance (dashed) is {levels[0]} at every length: {meaning}."
     multiples = [f"{multiple:g}x" for multiple in table["multiples"]]

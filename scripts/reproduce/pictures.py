@@ -65,17 +65,27 @@ def with_band(
     return Curve(label, x, mean, deviation, band=band)
 
 
+def lengths_of(table: dict) -> list[int]:
+    """Return the lengths of a table in tokens, from columns such as "4x, 2,048"."""
+    columns = table["columns"][: len(table["multiples"])]
+    return [int(column.partition(", ")[2].replace(",", "")) for column in columns]
+
+
+def has_both_losses(table: dict) -> bool:
+    """Tell whether every run was measured across documents and within them."""
+    return any(column.endswith(APART) for column in table["columns"])
+
+
 def control_losses(table: dict, runs: Sequence[dict]) -> list[float]:
     """Return the losses of the control at each length, means over runs; empty without a control."""
+    if has_both_losses(table):  # the control is measured only as the run was trained
+        return []
     losses = []
     for run in runs:
-        measured = run.get("evaluation", {})
-        control = measured.get("control", {})
-        if "loss" in control:
+        control = run.get("evaluation", {}).get("control", {})
+        if "loss" in control:  # in some committed tables at other lengths too
             loss_at = dict(zip(control["lengths"], control["loss"], strict=True))
-            # some runs of committed tables were measured at longer lengths too
-            lengths = measured["lengths"][: len(table["multiples"])]
-            losses.append([loss_at[length] for length in lengths])
+            losses.append([loss_at[length] for length in lengths_of(table)])
     return [statistics.mean(column) for column in zip(*losses, strict=True)]
 
 
@@ -85,13 +95,8 @@ def level_of_chance(table: dict) -> list[Curve]:
     if "recall" not in measured:
         return []
     label = f"chance: {chance_label(measured['recall'])}"
-    return [Curve(label, table["multiples"], chance_levels(table), style="reference")]
-
-
-def chance_levels(table: dict) -> list[float]:
-    """Return the accuracy at each length of a model that matches no key, in percent."""
-    measured = next(iter(first_seeds(table).values()))
-    return chances(measured, [round(n * measured["trained_length"]) for n in table["multiples"]])
+    levels = chances(measured, lengths_of(table))
+    return [Curve(label, table["multiples"], levels, style="reference")]
 
 
 def together(table: dict) -> Figure:

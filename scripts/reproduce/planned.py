@@ -165,9 +165,12 @@ def mismatches(runs: Sequence[PlannedRun]) -> list[str]:
 
 def cost(runs: Sequence[PlannedRun]) -> str:
     """Say how many runs and tokens are left to train."""
-    left = sum(not run.finished for run in runs)
-    tokens = sum(run.tokens_left for run in runs)
-    return f"to train: {left} of {len(runs)} runs, {tokens:,} tokens"
+    left = [run for run in runs if not run.finished]
+    if not left:
+        return f"to train: nothing, all {len(runs)} runs are done"
+    tokens = sum(run.tokens_left for run in left)
+    runs_left = "1 run" if len(left) == 1 else f"{len(left)} runs"
+    return f"to train: {runs_left}, {tokens:,} tokens"
 
 
 # ---- training ----
@@ -197,7 +200,7 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
             failures.append(f"{run.folder} starts from {run.base.folder}, which is not finished")
             left.remove(run)
             continue
-        print(f"\n{run.folder}; {cost(runs)}", flush=True)
+        print(f"\n{run.folder}; {cost(left)}", flush=True)
         code = call(run.command())
         if code and is_locked(run.folder):  # torchrun exits with 1 instead of EXIT_MISTAKE
             continue  # another process was faster to start

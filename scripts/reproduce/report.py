@@ -12,6 +12,7 @@ A table has the keys of scripts.common.tables, and
 
 import argparse
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from scripts.common.plots import save_picture
 from scripts.common.tables import paired, ranged, spread, summarise, write
 from scripts.eval_length import error_range
 from scripts.reproduce import committed_tables
-from scripts.reproduce.cost import print_cost, print_paper_values
+from scripts.reproduce.cost import print_cost, print_entries
 from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
 from scripts.reproduce.headroom import HEADROOM, LONGER, available, by_seed
 from scripts.reproduce.kinds import GAIN
@@ -82,14 +83,19 @@ def run_experiment(
             runner.check_evaluation(evaluation, run.config)
     check_writable(folder)
     check_writable(scale.folder)
-    print(f"{experiment.title}, scale {scale.name}: {', '.join(entry.name for entry in chosen)}")
-    print(cost(runs), flush=True)
+    entries = "1 entry" if len(chosen) == 1 else f"{len(chosen)} entries"
+    print(f"{experiment.title}, scale {scale.name}, {entries}")
+    to_train = "computed without runs"
+    if runs:
+        to_train = cost(runs)
     if options.plan:
         paper, _ = paper_values(experiment, scale)
         columns = column_names(experiment, scale.config)
-        print_paper_values([entry.name for entry in chosen], columns, paper)
+        print_entries([entry.name for entry in chosen], columns, paper)
+        print(to_train)
         print_cost(runs, scale.folder)
         return
+    print(to_train, flush=True)
     stop_on_signals()
     failures = train(runs)
     failures += work.measure()
@@ -272,12 +278,11 @@ def describe_training(table: dict, work: Work, seeds: list[int]) -> str:
     length = ranged([model.block_size for model in models])
     rows = table["rows"].values()
     tokens = ranged([run["tokens"] for row in rows for run in row["runs"]])
-    names = ", ".join(map(str, seeds))
     if "recall" in work.scale.config.tasks:
         tokens = f"at most {tokens}"
     return (
         f"{table['unit']}; {layers} layers, {width} wide, trained at length {length} for "
-        f"{tokens} tokens of {data_of(work.scale.config)}; seeds {names}."
+        f"{tokens} tokens of {data_of(work.scale.config)}; {mean_over(seeds, rows)}."
     )
 
 
@@ -294,6 +299,17 @@ def data_of(config: Config) -> str:
     if config.task == "language":
         return text
     return f"{text} and {recall} in turn"
+
+
+def mean_over(seeds: list[int], rows: Collection[dict]) -> str:
+    """Name the seeds, and how many of them the rows have."""
+    names = ", ".join(str(seed) for seed in seeds)
+    if len(seeds) == 1:
+        return f"seed {names}"
+    counts = [len(row["runs"]) for row in rows]
+    if min(counts) < len(seeds):
+        return f"mean over {ranged(counts)} of the seeds {names}"
+    return f"mean over seeds {names}"
 
 
 def how_measured(rows: dict[str, dict]) -> str:
