@@ -39,10 +39,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from config import Config, settings_in
-from errors import UserError, check_choice, command
+from config import SETTINGS, Config, settings_in
+from errors import UserError, check_choice, command, did_you_mean
 from layers.heads import check_attention
-from runtime.config_files import format_value, parse, require_known_setting
+from runtime.config_files import format_value, parse
 from scripts.common.command_line import parse_lengths
 from scripts.common.labels import shorten
 from scripts.eval_length import UNIT
@@ -55,6 +55,7 @@ from scripts.reproduce.entries import (
     Scale,
     open_scale,
     refuse_seed,
+    refuse_settings_of_runs,
 )
 from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import build_parser, run_experiment
@@ -100,22 +101,25 @@ def main() -> None:
 
 
 def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Split settings into arguments for all runs, and the values of the settings to compare.
+    """Split settings into arguments for all runs, and the values of those that are compared.
 
-    Raises UserError for what is no setting, and for a setting without a value.
+    Raises UserError for what is no setting, for one without a value, and for a repeated one.
     """
-    settings = []
-    grid = {}
+    values: dict[str, str] = {}
     for argument in arguments:
         key, equals, text = argument.removeprefix("--").partition("=")
-        options = "; python -m scripts.compare --help lists the options"
-        require_known_setting(key, "the command line", options)
+        if key not in SETTINGS:
+            raise UserError(
+                f"--{key} is neither an option (python -m scripts.compare --help) nor a setting "
+                f"(python train.py --help); {did_you_mean(key, SETTINGS)}".rstrip("; ")
+            )
         if not equals:
             raise UserError(f"--{key} needs its values after an equals sign: --{key}=VALUE,VALUE")
-        if key in SETTABLE:
-            settings.append(argument)
-        else:
-            grid[key] = text
+        if key in values:
+            raise UserError(f"--{key} is given twice; all values go into one: --{key}=VALUE,VALUE")
+        values[key] = text
+    settings = [f"--{key}={text}" for key, text in values.items() if key in SETTABLE]
+    grid = {key: text for key, text in values.items() if key not in SETTABLE}
     return settings, grid
 
 
@@ -126,6 +130,7 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
     compared, for settings in which entries may not differ, for an unknown view, and where two
     entries have one name.
     """
+    refuse_settings_of_runs(grid)
     values = []
     for key, texts in grid.items():
         if key not in COMPARABLE:
@@ -134,10 +139,12 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
             )
         values.append([(key, parse(key, text)) for text in texts.split(",")])
     entries: dict[str, Entry] = {}
+    files: dict[str, Path] = {}  # of each run
     for text in configs:
         for combination in itertools.product(*values):
             entry = with_settings(parse_entry(text), dict(combination))
-            if entry.name in entries:
+            file = entry.file.resolve()
+            if entry.name in entries or files.setdefault(entry.run, file) != file:
                 raise UserError(
                     f"two entries are called {entry.name}: rename a file, or drop a value"
                 )

@@ -176,7 +176,7 @@ def test_a_table_leaves_out_runs_with_other_settings(reproduced, scale):
         (["table1", "--scale=small_cp"], ["configs/scales/small_cp.py", "did you mean"]),
         (["recall", "--scale=tiny"], ["task = 'language', but this command is for"]),
         (["table1", "--scale=orbits/tiny"], ["task = 'orbits', but this command is for"]),
-        (["table1", "--seed=3"], ["--seed cannot be set", "--scale FILE.py"]),
+        (["table1", "--seed=3"], ["--seed cannot be set", "--seeds 3"]),
         (["table1", "--p=3"], ["--p cannot be set here", "--scale FILE.py", "batch_size"]),
         (["table1", "configs/lssar_p3.py"], ["configs/lssar_p3.py is no setting --key=value"]),
         (["table1", "--data_dir=nowhere"], ["nowhere", "python -m data.text"]),

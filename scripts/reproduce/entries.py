@@ -5,7 +5,7 @@ All tables share the runs: OUT/<scale>/<run>/seed<seed>.
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,15 @@ T6 = (FILES["t6"], FILES["t6_lssar_p15"])  # whose heads differ from scale to sc
 FIRST_SEED = Config.seed
 # The settings that the command line may change: they do not change what is learned from a text.
 SETTABLE = (*settings_in("machine", "logs"), "timeout", "data_dir")
+
+# What each run of a table has for itself, and what to use instead.
+OF_RUNS = {
+    "seed": "--seeds 3 trains three seeds",
+    "out_dir": "--out DIR is the folder of all runs",
+    "name": "a run is named after its config file and settings",
+    "resume": "the same command continues its runs",
+    "dry_run": "--plan prints what the runs would cost",
+}
 
 # Values of p, in training and of evaluations with another p.
 POWERS = (1, 2, 3, 5, 10, 15, 20, 30, 50, 100)
@@ -207,7 +216,7 @@ class Scale:
     name: str
     arguments: tuple[str, ...]
     out: Path  # the command's --out
-    planned: dict[tuple[str, Path, int], PlannedRun] = field(default_factory=dict, compare=False)
+    planned: dict[tuple[str, int], PlannedRun] = field(default_factory=dict, compare=False)
 
     @cached_property
     def config(self) -> Config:
@@ -231,7 +240,7 @@ class Scale:
         So a config file that is edited while a command trains changes nothing in its table. Raises
         UserError if the entry's settings contradict the scale's.
         """
-        key = (entry.run, entry.file, seed)
+        key = (entry.run, seed)
         if key not in self.planned:
             self.planned[key] = self.plan(entry, seed)
         return self.planned[key]
@@ -270,23 +279,36 @@ def open_scale(name: str, out: str, settings: Sequence[str] = ()) -> Scale:
     return Scale(Path(file).stem, (file, *settings), Path(out))
 
 
+def refuse_settings_of_runs(keys: Iterable[str]) -> None:
+    """Raise UserError for a setting that each run of a table has for itself."""
+    for key in keys:
+        if key in OF_RUNS:
+            raise UserError(f"--{key} cannot be set: each run has its own; {OF_RUNS[key]}")
+
+
 def require_settable(settings: Sequence[str]) -> None:
-    """Raise UserError for arguments that are no settings, or settings that are not SETTABLE."""
+    """Raise UserError for settings that the command line may not change."""
+    refuse_settings_of_runs(map(key_of, settings))
     for argument in settings:
         if not argument.startswith("--"):
             raise UserError(
                 f"{argument} is no setting --key=value; scripts.compare takes config files"
             )
-        key = argument.partition("=")[0].removeprefix("--")
+        key = key_of(argument)
+        if key in SETTABLE:
+            continue
         require_known_setting(key, "the command line")
-        if key not in SETTABLE:
-            raise UserError(
-                f"--{key} cannot be set here, but in a file for --scale FILE.py; "
-                f"only {', '.join(sorted(SETTABLE))} can"
-            )
+        raise UserError(
+            f"--{key} cannot be set here, but in a file for --scale FILE.py; "
+            f"only {', '.join(sorted(SETTABLE))} can"
+        )
 
 
 def refuse_seed(file: str) -> None:
     """Raise UserError for a config file that sets seed, which differs from run to run."""
     if "seed" in read_file(file):
-        raise UserError(f"{file} sets seed, which --seeds chooses: --seeds 3 trains three seeds")
+        raise UserError(f"{file} sets seed, but {OF_RUNS['seed']}")
+
+
+def key_of(argument: str) -> str:
+    return argument.partition("=")[0].removeprefix("--")
