@@ -158,6 +158,9 @@ def test_a_window_that_is_a_share_is_of_the_scales_training_length(compared, com
     for name, window in (("softmax", 16), ("swa", 4), ("copy", 4), ("short", 5)):
         (run,) = rows[name]["runs"]
         assert run["evaluation"]["control"]["window"] == window
+    text = (folder / "table.md").read_text()
+    own = "The sliding window is the model's own, in tokens, for `swa` 4, `copy` 4, `short` 5."
+    assert own in text
     compared(SOFTMAX, str(copy), "--window=3", "--lengths=32")
     config = json.loads((tmp_path / "out/small/copy,window=3/seed1337/config.json").read_text())
     assert config["window"] == 3
@@ -167,12 +170,15 @@ def test_an_earlier_checkpoint_does_not_stand_for_a_damaged_one(compared, tmp_pa
     compared(SOFTMAX, LSSAR, "--lengths=16")
     run = tmp_path / "out/small/softmax/seed1337"
     (run / "eval_length.json").unlink()
-    last = max(run.glob("step_*.pt"))
+    *_, before, last = sorted(run.glob("step_*.pt"))
     last.write_bytes(last.read_bytes()[:1000])
-    table = read_table(compared(SOFTMAX, LSSAR, "--lengths=16"))
-    assert f"warning: {last} is damaged" in capsys.readouterr().err
-    assert list(table["rows"]) == ["lssar_p15"]
-    assert table["not_run"] == ["softmax"]
+    with pytest.raises(SystemExit):
+        compared(SOFTMAX, LSSAR, "--lengths=16")
+    step = int(last.stem.removeprefix("step_"))
+    printed = capsys.readouterr().out
+    assert f"{run}: the checkpoint of step {step} cannot be read" in printed
+    table = json.loads(next(tmp_path.glob("results/small/*/table.json")).read_text())
+    assert "softmax" not in table["rows"]
 
 
 def test_runs_of_other_data_are_not_paired(compared, commands, shards, tmp_path, refused):

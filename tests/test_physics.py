@@ -232,7 +232,7 @@ def test_what_cannot_be_probed_is_refused(orbit_run, trained, call, monkeypatch,
 def test_table3_from_nothing(reproduced, scale, searched, tmp_path):
     """The numbers, the equations and the picture of entries at the scale of the tests above."""
     write_scale(scale, *SMALL, *ORBITS)
-    folder = reproduced("table3", "--only=untrained:oracle,softmax,softmax_window,untrained")
+    folder = reproduced("table3", "--only=oracle,softmax,softmax_window,untrained")
     text = (folder / "table.md").read_text()
     assert "`softmax`, seed 1337, by pyoperon" in text
     assert ": `39.5*m1*m2/r^2`; `39.5" in text
@@ -240,7 +240,7 @@ def test_table3_from_nothing(reproduced, scale, searched, tmp_path):
     untrained = rows["untrained"]["runs"][0]
     assert untrained["step"] == 0
     assert rows["softmax"]["runs"][0]["step"] == 6
-    assert rows["untrained:oracle"]["runs"][0]["run"] == untrained["run"]
+    assert rows["oracle"]["runs"][0]["run"] == untrained["run"]
     windowed = tmp_path / "out/orbits/small/softmax_window/seed1337"
     assert run_folder.read_config(windowed).window == 4
     assert not_blank(folder / "table3.png")

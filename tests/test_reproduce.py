@@ -13,7 +13,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from errors import UserError
 from runtime import run_folder
+from runtime.config_files import load_config
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import lock_folder
 from scripts import eval_length
@@ -31,7 +33,7 @@ from scripts.reproduce.entries import (
     open_scale,
     with_p,
 )
-from tests.helpers import not_blank, read_table, small_config
+from tests.helpers import SMALL, not_blank, read_table, small_config
 from tests.runs import ROOT, wait_for
 
 
@@ -288,6 +290,15 @@ def test_an_entry_called_as_a_config_is_this_config():
         with_p("softmax", 15),
     ):
         assert scale.plan(entry, 1337).config == scale.plan(config_entry(entry.run), 1337).config
+
+
+def test_a_refusal_under_torchrun_ends_the_command(monkeypatch, tmp_path):
+    """torchrun exits with 1, as of a run that diverged."""
+    monkeypatch.setattr(planned, "processes_of", lambda config: 2)
+    arguments = [*SMALL, "--batch_size=1", "--total_batch_size=48", f"--out_dir={tmp_path / 'run'}"]
+    run = planned.PlannedRun(load_config(arguments), arguments)
+    with pytest.raises(UserError, match="run was refused; the message is above"):
+        planned.train([run])
 
 
 def test_a_run_takes_as_many_gpus_as_divide_its_batch(monkeypatch):

@@ -63,10 +63,13 @@ class Entry:
     scaled: Callable[[Config], Settings] = lambda scale: {}
     base: "Entry | None" = None  # the entry whose final weights the run starts from
     view: str = ""  # how the run is evaluated, a name in VIEWS
+    label: str = ""  # the name of the row, where it is neither RUN nor RUN:VIEW
 
     @property
     def name(self) -> str:
         """The name of the row: softmax, or softmax:yarn."""
+        if self.label:
+            return self.label
         if self.view:
             return f"{self.run}:{self.view}"
         return self.run
@@ -191,7 +194,7 @@ def two_points_of_each_body(scale: Config) -> Settings:
 
 SOFTMAX_WINDOW = Entry("softmax_window", FILES["softmax"], scaled=two_points_of_each_body)
 UNTRAINED = Entry("untrained", FILES["softmax"], settings={"max_iters": 0})
-TRUE_FORCES = replace(UNTRAINED, view="oracle")
+TRUE_FORCES = replace(UNTRAINED, view="oracle", label="oracle")
 
 
 def longer(times: int) -> Entry:

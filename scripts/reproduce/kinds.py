@@ -89,7 +89,7 @@ def loss_and_gain(
         columns=(f"{multiples[-1]:g}x, {SLIDING}", GAIN),
         better=(*lower, "higher"),
         values=values,
-        remarks=errors_over_text,
+        remarks=lambda table: [*smaller_windows(table), *errors_over_text(table)],
     )
 
 
@@ -112,6 +112,19 @@ def loss_joined_and_apart(
         columns=tuple(f"{multiple:g}x{pictures.APART}" for multiple in multiples),
         values=values,
     )
+
+
+def smaller_windows(table: dict) -> list[str]:
+    """Name the entries whose control has a smaller window than the training length."""
+    entries = []
+    for name, row in table["rows"].items():
+        measured = row["runs"][0]["evaluation"]
+        window = measured["control"]["window"]
+        if window < measured["trained_length"]:
+            entries.append(f"`{name}` {window}")
+    if not entries:
+        return []
+    return [f"The sliding window is the model's own, in tokens, for {', '.join(entries)}."]
 
 
 def errors_over_text(table: dict) -> list[str]:

@@ -130,7 +130,13 @@ class Work:
         for evaluation, run in self.evaluations():
             try:
                 if run.finished:
-                    runner.measure_or_load(evaluation, run.folder)
+                    measured = runner.measure_or_load(evaluation, run.folder)
+                    if measured["step"] != run.step:  # a checkpoint before a damaged one
+                        failures.append(
+                            f"{run.folder}: the checkpoint of step {run.step} cannot be read; "
+                            f"`python train.py --resume {run.folder}` trains on from step "
+                            f"{measured['step']}"
+                        )
             # such as a GPU's memory, or damaged files, which other runs may not have
             except (RuntimeError, UserError) as error:
                 failures.append(f"{run.folder} cannot be evaluated: {first_line(error)}")
@@ -178,7 +184,7 @@ class Work:
         evaluation = self.evaluation(entry)
         assert evaluation is not None
         measured = runner.load_stored(evaluation, run.folder)
-        if measured is None or measured["step"] != run.step:  # of one before a damaged checkpoint
+        if measured is None or measured["step"] != run.step:
             return None
         values = experiment.values(measured)
         if experiment.curves:

@@ -201,7 +201,7 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
             left.remove(run)
             continue
         print(f"\n{run.folder}; {cost(left)}", flush=True)
-        code = call(run.command())
+        code = check_with_torchrun(run) or call(run.command())
         if code and is_locked(run.folder):  # torchrun exits with 1 instead of EXIT_MISTAKE
             continue  # another process was faster to start
         if code == EXIT_MISTAKE:
@@ -217,6 +217,23 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
                 "all entries need a lower learning_rate"
             )
         left.remove(run)
+
+
+def check_with_torchrun(run: PlannedRun) -> int:
+    """Return the exit code of a dry run with as many processes; 0 where torchrun is not used.
+
+    torchrun hides the exit code of a mistake.
+    """
+    processes = processes_of(run.config)
+    if processes == 1:
+        return 0
+    command = [sys.executable, os.path.relpath(ROOT / "train.py"), *run.arguments]
+    environment = os.environ | {"WORLD_SIZE": str(processes)}
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):  # of a scheduler
+        environment.pop(name, None)
+    return subprocess.run(
+        [*command, "--resume=auto", "--dry_run"], env=environment, stdout=subprocess.DEVNULL
+    ).returncode
 
 
 def call(command: list[str]) -> int:
