@@ -22,8 +22,9 @@ False, SwiGLU and grouped keys draw other initial weights. Seeds change the loss
 alike, so that a difference may be the same at every seed and far smaller than the range over seeds.
 
 Committed results of the same scale, in results/, are shown too, dashed in the picture, if their
-settings and data (the sequences of recall, the shards of text) are the same; a single config is
-then enough. Otherwise a message says what differs. --alone shows no committed results.
+settings and data (the sequences of recall, the shards of text) are the same. Otherwise a message
+says what differs. --beside FOLDER shows another table, and --beside none shows no committed
+results. A single config is enough.
 
 Prints the cost, trains the missing runs in OUT/<scale>/<entry>/seed<seed>, which
 scripts.reproduce shares, and writes RESULTS/<scale>/compare_<entries>/table.md, table.json and a
@@ -80,7 +81,11 @@ def main() -> None:
         type=parse_lengths,
         help="lengths in tokens, besides the training length (default: its multiples)",
     )
-    parser.add_argument("--alone", action="store_true", help="show no committed results")
+    parser.add_argument(
+        "--beside",
+        metavar="FOLDER",
+        help="folder of a table.json to show too, or none (default: a comparable committed table)",
+    )
     options, rest = parser.parse_known_args()
     configs = [text for text in rest if not text.startswith("--")]
     settings, grid = read_settings([text for text in rest if text.startswith("--")])
@@ -89,9 +94,7 @@ def main() -> None:
     scale = open_scale(options.scale, options.out, settings)
     entries = entries_of(scale, configs, grid)
     experiment = build_experiment(scale, entries, options.lengths)
-    if not options.alone:
-        committed = committed_tables.find(scale, experiment)
-        experiment = replace(experiment, committed=committed)
+    experiment = with_committed(experiment, scale, options.beside)
     words = ["compare"]
     if scale.task != "language":  # whose tables have names of their own
         words.append(scale.task)
@@ -197,9 +200,7 @@ def build_experiment(
         multiples = Recall.multiples
     else:
         multiples = kinds.MULTIPLES
-    first = entries[0].name
-    several = len(entries) > 1
-    title = f"Compared with {first}" if several else first
+    title = f"Compared with {entries[0].name}"
     made_by = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
     if scale.task == "orbits":
         if lengths:
@@ -213,11 +214,32 @@ def build_experiment(
         experiment = kinds.loss(title, entries, multiples)
     return replace(
         experiment,
-        baseline=first if several else "",
+        baseline=entries[0].name,
         better=None,
         draw=pictures.together,
         note=made_by,
     )
+
+
+def with_committed(experiment: Experiment, scale: Scale, beside: str | None) -> Experiment:
+    """Add the committed table that --beside names or, without it, that is comparable.
+
+    Raises UserError if the named one is not.
+    """
+    committed = None
+    if beside is None:
+        committed, reason = committed_tables.find(scale, experiment)
+        if reason:
+            print(reason)
+    elif beside != "none":
+        committed = committed_tables.open_table(beside, scale, experiment)
+    experiment = replace(experiment, committed=committed)
+    if len(experiment.entries) > 1:
+        return experiment
+    title = experiment.entries[0].name
+    if committed is not None:
+        title += f" beside {committed['folder']}"
+    return replace(experiment, baseline="", title=title)
 
 
 def require_fixed(name: str, config: Config, scale: Config) -> None:

@@ -3,7 +3,6 @@
 import json
 import shutil
 import statistics
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -302,6 +301,9 @@ def test_other_tasks(compared, tmp_path, refused, task, settings, unit):
     if task == "orbits":
         losses = metrics(tmp_path / "out/orbits/small/lssar_p15/seed1337", "val_loss")
         assert table["rows"]["lssar_p15"]["mean"] == [losses[6]]
+        arguments = (f"--scale={file}", f"--beside={folder}")
+        says = "it is of orbits, whose runs are compared by their last validation alone"
+        refused(compared, SOFTMAX, *arguments, says=says)
         says = "--lengths: orbits are compared by their last validation alone"
         refused(compared, SOFTMAX, LSSAR, f"--scale={file}", "--lengths=64", says=says)
 
@@ -419,7 +421,7 @@ def test_committed_rows_stand_beside_a_single_config(
     table["rows"]["softmax"] = table["rows"]["mine"]
     source = committed | {"folder": "results/small/committed"}
     assert list(committed_tables.with_columns(source, table)["rows"]) == ["lssar_p15"]
-    assert "beside" not in read_table(compared(mine, *arguments, "--alone"))
+    assert "beside" not in read_table(compared(mine, *arguments, "--beside=none"))
 
 
 def test_a_committed_gain_at_another_length_is_left_out():
@@ -438,10 +440,25 @@ def test_a_committed_gain_at_another_length_is_left_out():
         assert rows["softmax"]["mean"] == expected
 
 
+def test_the_rank_of_an_entry_among_committed_rows():
+    means = {"a": 1, "b": 2, "c": 9, "d": None}
+    rows = {name: {"mean": [0.0, mean, 99]} for name, mean in means.items()}
+    table = {
+        "multiples": [1, 16, 64],
+        "columns": ["1x, 64", "16x, 1,024", "64x, 4,096"],
+        "rows": {"mine": {"mean": [0.0, 5, 5]}, "other": {"mean": [0.0, None, None]}},
+        "beside": {"folder": "results/x", "rows": rows},
+    }
+    sentence = (
+        "At 16x, 1,024 `mine` is above 2 and below 1 of the 3 rows of results/x with a value there."
+    )
+    assert committed_tables.standing(table) == [sentence]
+
+
 @pytest.mark.parametrize(
     "change, says",
     [
-        (lambda t: t.pop("conditions"), ""),  # of an older table
+        (lambda t: t.pop("conditions"), "does not record its settings and data"),
         (
             lambda t: t["conditions"]["settings"].update(max_iters=7),
             "was trained with max_iters = 7, not 2",
@@ -458,7 +475,7 @@ def test_a_committed_gain_at_another_length_is_left_out():
             lambda t: t["rows"]["softmax"]["runs"][1]["evaluation"].update(answers=9),
             "was measured with answers = 9, not 512",
         ),
-        (lambda t: t.update(unit="nats"), ""),
+        (lambda t: t.update(unit="nats"), "has nats, not answers that are right (%)"),
         (
             lambda t: t["conditions"].update(differing=["document_mask", "learning_rate"]),
             "has entries that differ in document_mask, learning_rate",
@@ -466,40 +483,51 @@ def test_a_committed_gain_at_another_length_is_left_out():
     ],
 )
 def test_results_of_another_experiment_are_not_shown(
-    committed, recall_scale, tmp_path, change, says, capsys
+    committed, compared, commands, recall_scale, mine, tmp_path, change, says, refused
 ):
     change(committed)
     folder = tmp_path / "results/small/committed"
     (folder / "table.json").write_text(json.dumps(committed))
+    arguments = (compared, mine, f"--scale={recall_scale}")
+    refused(*arguments, f"--beside={folder}", says=f"cannot be compared: it {says}")
     scale = open_scale(str(recall_scale), "out")
-    assert committed_tables.find(scale, recall_of(LENGTHS)) is None
-    sentence = f"results/small/committed is not shown: it {says}\n" if says else ""
-    assert capsys.readouterr().out == sentence
+    is_of_this_kind = "nats" not in says and "conditions" in committed
+    sentence = f"Not beside results/small/committed, which {says}." if is_of_this_kind else ""
+    assert committed_tables.find(scale, recall_of(LENGTHS)) == (None, sentence)
+    assert not commands
 
 
-def test_results_of_another_training_are_not_shown(committed, recall_scale, mine, tmp_path, capsys):
+def test_results_of_another_training_are_not_shown(
+    committed, compared, commands, recall_scale, mine, tmp_path, refused
+):
     """Of other steps or another learning rate, whether an entry's file or the command line sets it.
 
     Another model is shown beside them: a comparison may be of models.
     """
     longer = tmp_path / "longer.py"
     longer.write_text("max_iters = 3\n")
-    scale = open_scale(str(recall_scale), "out")
-
-    def is_shown(configs, grid):
-        entries = compare.entries_of(scale, configs, grid)
-        experiment = replace(recall_of(LENGTHS), entries=entries)
-        return committed_tables.find(scale, experiment) is not None
-
-    assert is_shown([mine], {"n_layer": "1,2"})
-    assert not is_shown([mine, str(longer)], {})
-    assert "was trained with max_iters = 2, not 3 as longer" in capsys.readouterr().out
-    assert not is_shown([mine], {"learning_rate": "1e-2,4e-3"})
+    folder = tmp_path / "results/small/committed"
+    arguments = (compared, f"--scale={recall_scale}", f"--beside={folder}")
+    says = "was trained with max_iters = 2, not 3 as longer"
+    refused(*arguments, mine, str(longer), says=says)
     says = "was trained with learning_rate = 0.01, not 0.004 as mine,learning_rate=0.004"
-    assert says in capsys.readouterr().out
+    refused(*arguments, mine, "--learning_rate=1e-2,4e-3", says=says)
+    assert not commands
 
 
-def test_losses_on_other_text_are_not_shown(commit, scale, shards, tmp_path, capsys):
+def test_other_tables_can_be_named(committed, compared, recall_scale, mine, tmp_path, refused):
+    arguments = (compared, mine, f"--scale={recall_scale}")
+    refused(*arguments, f"--beside={tmp_path}", says="there is no table.json")
+    for content in ("[]", "{}", '{"unit": "answers that are right (%)", "conditions": {}}'):
+        (tmp_path / "table.json").write_text(content)
+        refused(*arguments, f"--beside={tmp_path}", says="table.json was not made by compare or")
+    scale = open_scale(str(recall_scale), "out")
+    folder = str(tmp_path / "results/small/committed")
+    table = committed_tables.open_table(folder, scale, recall_of(LENGTHS))
+    assert table == committed | {"folder": folder}
+
+
+def test_losses_on_other_text_are_not_shown(commit, scale, shards, tmp_path):
     data = shutil.copytree(shards, tmp_path / "data")
 
     def find():
@@ -510,20 +538,18 @@ def test_losses_on_other_text_are_not_shown(commit, scale, shards, tmp_path, cap
     experiment = kinds.loss_and_gain("", (), LENGTHS)
     same_scale = open_scale(str(scale), "out", settings=[f"--data_dir={shards}"])
     commit(same_scale, experiment, tokens=256)
-    assert find()["folder"] == "results/small/committed"
+    assert find()[0]["folder"] == "results/small/committed"
     reverse_shards(data)
-    assert find() is None
-    says = "was trained on other training shards, by their hash\n"
-    assert capsys.readouterr().out == f"results/small/committed is not shown: it {says}"
+    says = "which was trained on other training shards, by their hash."
+    assert find() == (None, f"Not beside results/small/committed, {says}")
     shutil.rmtree(data)  # --plan needs none
-    assert find() is None
-    assert f"it cannot be compared: {data} does not exist" in capsys.readouterr().out
+    assert f"cannot be compared: {data} does not exist" in find()[1]
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_muon", "tiny_mqar", "tiny_latest", "tiny_sort"])
-def test_the_committed_tables_of_recall_are_comparable(name, capsys):
+def test_the_committed_tables_of_recall_are_comparable(name):
     """The scale, the sequences and the measurement are still those of the committed results."""
     experiment = recall_of(Recall.multiples)
-    table = committed_tables.find(open_scale(f"recall/{name}", "out"), experiment)
-    assert capsys.readouterr().out == ""
+    table, sentence = committed_tables.find(open_scale(f"recall/{name}", "out"), experiment)
+    assert sentence == ""
     assert table["folder"] == f"results/{name}/recall"

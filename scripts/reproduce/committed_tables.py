@@ -9,6 +9,7 @@ each run was measured in the same way.
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from config import LEARNED, ROOT, Config, settings_in
@@ -20,13 +21,12 @@ from scripts.common.runner import identity
 from scripts.common.tables import summarise
 from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
 from scripts.reproduce.kinds import GAIN
-from scripts.reproduce.measure import Experiment
+from scripts.reproduce.measure import Experiment, up_to_16x
 
 # How weights are trained, which the entries of a table may change.
 TRAINING = (
     *(key for key in settings_in("optimisation") if key != "seed"),
     "init_from",
-    "block_size",
     "document_mask",
 )
 # What identifies the data of a run in its measurements; a table's conditions have hashes of them.
@@ -58,32 +58,45 @@ def training_changes(scale: Scale, entries: Sequence[Entry]) -> Iterator[tuple[s
                     yield key, value, entry
 
 
-def find(scale: Scale, experiment: Experiment) -> dict | None:
-    """Return the committed table of the scale to show; None if there is none.
+def find(scale: Scale, experiment: Experiment) -> tuple[dict | None, str]:
+    """Return the committed table of the scale to show, or a sentence on why there is none.
 
-    Of several it is the table with most rows. Prints why none of them can be shown.
+    Of several it is the one with most rows. The sentence is empty where nothing is committed.
     """
     if experiment.evaluation is None:
-        return None
+        return None, ""
     tables = []
     for file in (ROOT / "results" / scale.name).glob("*/table.json"):
         table = read_json(file)
         if table["unit"] == experiment.unit and table["multiples"] and "conditions" in table:
             folder = file.parent.relative_to(ROOT).as_posix()
             tables.append(table | {"folder": folder})
-    tables.sort(key=lambda table: (-len(table["rows"]), table["folder"]))
-    reasons = []
-    for table in tables:
+    sentence = ""
+    for table in sorted(tables, key=lambda table: (-len(table["rows"]), table["folder"])):
         try:
             reason = difference(table, scale, experiment)
         except UserError as error:  # --plan needs no data
             reason = f"cannot be compared: {error}"
         if reason is None:
-            return table
-        reasons.append(f"{table['folder']} is not shown: it {reason}")
-    if reasons:
-        print(reasons[0])
-    return None
+            return table, ""
+        sentence = sentence or f"Not beside {table['folder']}, which {reason}."
+    return None, sentence
+
+
+def open_table(folder: str, scale: Scale, experiment: Experiment) -> dict:
+    """Return the table in a folder. Raises UserError if it cannot be compared."""
+    table = read_json(Path(folder, "table.json"))
+    if table is None:
+        raise UserError(f"--beside {folder}: there is no table.json")
+    try:
+        reason = difference(table, scale, experiment)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"--beside {folder}: its table.json was not made by compare or reproduce: {error!r}"
+        ) from error
+    if reason is not None:
+        raise UserError(f"--beside {folder} cannot be compared: it {reason}")
+    return table | {"folder": folder}
 
 
 def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
@@ -91,7 +104,13 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
 
     Raises UserError if the scale's data are missing.
     """
-    before = table["conditions"]
+    if experiment.evaluation is None:
+        return f"is of {scale.config.task}, whose runs are compared by their last validation alone"
+    if table["unit"] != experiment.unit:
+        return f"has {table['unit']}, not {experiment.unit}"
+    before = table.get("conditions")
+    if before is None:
+        return "does not record its settings and data"
     if before.get("differing"):
         return f"has entries that differ in {', '.join(before['differing'])}"
     now = conditions(scale, ())
@@ -107,11 +126,13 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
         key, value, entry = change
         expected = getattr(scale.config, key)
         return f"was trained with {key} = {expected!r}, not {value!r} as {entry.name}"
-    assert experiment.evaluation is not None  # as `find` makes sure
     evaluation = experiment.evaluation(scale.config)
     measured = identity(evaluation, evaluation.apply_to(scale.config))
+    length = scale.config.block_size
     for row in table["rows"].values():
         for run in row["runs"]:
+            if run["evaluation"].get("trained_length", length) != length:
+                return "has runs of several training lengths"
             for key, value in measured.items():
                 other = run["evaluation"].get(key)
                 if key not in NOT_RECORDED and other != value:
@@ -144,3 +165,22 @@ def with_columns(committed: dict, table: dict) -> dict:
 def without_remark(column: str) -> str:
     """Return the name of a column: of the gain from context without what is available."""
     return column.partition(" (")[0]
+
+
+def standing(table: dict) -> list[str]:
+    """Say of how many committed rows each entry's mean is above and below."""
+    column = up_to_16x(table)
+    folder = table["beside"]["folder"]
+    means = [row["mean"][column] for row in table["beside"]["rows"].values()]
+    others = [mean for mean in means if mean is not None]
+    sentences = []
+    for name, row in table["rows"].items():
+        mean = row["mean"][column]
+        if mean is not None and others:
+            above = sum(mean > other for other in others)
+            below = sum(mean < other for other in others)
+            sentences.append(
+                f"At {table['columns'][column]} `{name}` is above {above} and below {below} of the "
+                f"{len(others)} rows of {folder} with a value there."
+            )
+    return sentences

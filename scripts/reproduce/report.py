@@ -260,6 +260,8 @@ def caption(table: dict, work: Work) -> list[str]:
     if work.experiment.note:
         sentences.append(work.experiment.note)
     sentences += work.experiment.remarks(table)
+    if "beside" in table:
+        sentences += committed_tables.standing(table)
     if table["not_run"]:
         names = ", ".join(f"`{name}`" for name in table["not_run"])
         sentences.append(f"Not finished: {names}.")
