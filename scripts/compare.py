@@ -40,16 +40,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from config import SETTINGS, Config, settings_in
+from config import SETTINGS, Config, choices, settings_in
 from errors import UserError, check_choice, command, did_you_mean
 from layers.heads import check_attention
-from runtime.config_files import format_value, parse
+from runtime.config_files import format_value, load_config, parse
 from scripts.common.command_line import parse_lengths
 from scripts.common.labels import shorten
 from scripts.eval_length import UNIT
 from scripts.recall import Recall
 from scripts.reproduce import committed_tables, kinds, metrics, pictures
 from scripts.reproduce.entries import (
+    CONFIGS,
     SETTABLE,
     VIEWS,
     Entry,
@@ -91,16 +92,38 @@ def main() -> None:
     settings, grid = read_settings([text for text in rest if text.startswith("--")])
     if not configs:
         raise UserError("no config to train: give files, such as configs/softmax.py mine.py")
-    scale = open_scale(options.scale, options.out, settings)
+    if options.scale.endswith(".py"):
+        task = load_config([options.scale]).tasks[-1]
+        name = options.scale
+    else:
+        require_scale(options.scale)
+        folder, _, name = options.scale.rpartition("/")
+        task = folder or "language"
+    scale = open_scale(name, options.out, task, settings)
     entries = entries_of(scale, configs, grid)
-    experiment = build_experiment(scale, entries, options.lengths)
+    experiment = build_experiment(scale, entries, task, options.lengths)
     experiment = with_committed(experiment, scale, options.beside)
     words = ["compare"]
-    if scale.task != "language":  # whose tables have names of their own
-        words.append(scale.task)
+    if task != "language":  # whose tables have names of their own
+        words.append(task)
     words += [entry.name for entry in entries]
     table = shorten("_".join(words).replace(":", "-"))
     run_experiment(table, experiment, scale, entries, options)
+
+
+def require_scale(name: str) -> None:
+    """Raise UserError unless this is a name in configs/scales: tiny, or recall/tiny."""
+    known = ["124m"]
+    for path in sorted((CONFIGS / "scales").rglob("*.py")):
+        scale = path.relative_to(CONFIGS / "scales").with_suffix("").as_posix()
+        task = scale.rpartition("/")[0]
+        if task in ("", *choices("task")):  # the folder t6 has the sizes of T6's heads alone
+            known.append(scale)
+    if name not in known:
+        raise UserError(
+            f"--scale {name!r}; {did_you_mean(name, known)}it must be one of {', '.join(known)}, "
+            "or a config file"
+        )
 
 
 def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -188,7 +211,7 @@ def with_settings(entry: Entry, settings: dict[str, Any]) -> Entry:
 
 
 def build_experiment(
-    scale: Scale, entries: tuple[Entry, ...], lengths: tuple[int, ...] | None
+    scale: Scale, entries: tuple[Entry, ...], task: str, lengths: tuple[int, ...] | None
 ) -> Experiment:
     """Choose the measurement by the task. Raises UserError for a view of orbits."""
     if lengths:
@@ -196,17 +219,17 @@ def build_experiment(
         multiples = tuple(length / trained for length in sorted({trained, *lengths}))
     elif any(scale.run(entry, 0).config.positions == "learned" for entry in entries):
         multiples = (1,)
-    elif scale.task == "recall":
+    elif task == "recall":
         multiples = Recall.multiples
     else:
         multiples = kinds.MULTIPLES
     title = f"Compared with {entries[0].name}"
     made_by = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
-    if scale.task == "orbits":
+    if task == "orbits":
         if lengths:
             raise UserError("--lengths: orbits are compared by their last validation alone")
         experiment = last_validation(title, entries)
-    elif scale.task == "recall":
+    elif task == "recall":
         experiment = kinds.recall(title, entries, multiples, kinds.accuracies_if_learned)
     elif multiples[-1] > 1:
         experiment = kinds.loss_and_gain(title, entries, multiples)

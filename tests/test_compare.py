@@ -319,7 +319,7 @@ def test_other_tasks(compared, tmp_path, refused, task, settings, unit):
         ([SOFTMAX, "--document_mask=True,False"], ["--document_mask: entries cannot differ in it"]),
         ([SOFTMAX, TINY], ["it has val_tokens = 65536, not the scale's 256"]),
         ([SOFTMAX, str(CONFIGS)], [f"{CONFIGS} is a folder", "python -m scripts.eval_length"]),
-        ([SOFTMAX, LSSAR, "--scale=recal/tiny"], ["configs/scales/recal/tiny.py does not exist"]),
+        ([SOFTMAX, LSSAR, "--scale=recal/tiny"], ["did you mean recall/tiny?", "orbits/tiny"]),
         (
             [SOFTMAX, f"{SOFTMAX}:plain"],
             [f"{SOFTMAX}:plain: view = 'plain'; did you mean plain_rope?", "yarn, "],
@@ -387,7 +387,7 @@ def commit(tmp_path, monkeypatch):
 def committed(commit, recall_scale):
     """The table of such an experiment on recall."""
     measured = {"answers": 512, "proportional": False, "recall": "lookup"}
-    scale = open_scale(str(recall_scale), "out")
+    scale = open_scale(str(recall_scale), "out", "recall")
     return commit(scale, recall_of(LENGTHS), **measured)
 
 
@@ -490,7 +490,7 @@ def test_results_of_another_experiment_are_not_shown(
     (folder / "table.json").write_text(json.dumps(committed))
     arguments = (compared, mine, f"--scale={recall_scale}")
     refused(*arguments, f"--beside={folder}", says=f"cannot be compared: it {says}")
-    scale = open_scale(str(recall_scale), "out")
+    scale = open_scale(str(recall_scale), "out", "recall")
     is_of_this_kind = "nats" not in says and "conditions" in committed
     sentence = f"Not beside results/small/committed, which {says}." if is_of_this_kind else ""
     assert committed_tables.find(scale, recall_of(LENGTHS)) == (None, sentence)
@@ -521,7 +521,7 @@ def test_other_tables_can_be_named(committed, compared, recall_scale, mine, tmp_
     for content in ("[]", "{}", '{"unit": "answers that are right (%)", "conditions": {}}'):
         (tmp_path / "table.json").write_text(content)
         refused(*arguments, f"--beside={tmp_path}", says="table.json was not made by compare or")
-    scale = open_scale(str(recall_scale), "out")
+    scale = open_scale(str(recall_scale), "out", "recall")
     folder = str(tmp_path / "results/small/committed")
     table = committed_tables.open_table(folder, scale, recall_of(LENGTHS))
     assert table == committed | {"folder": folder}
@@ -550,6 +550,6 @@ def test_losses_on_other_text_are_not_shown(commit, scale, shards, tmp_path):
 def test_the_committed_tables_of_recall_are_comparable(name):
     """The scale, the sequences and the measurement are still those of the committed results."""
     experiment = recall_of(Recall.multiples)
-    table, sentence = committed_tables.find(open_scale(f"recall/{name}", "out"), experiment)
+    table, sentence = committed_tables.find(open_scale(name, "out", "recall"), experiment)
     assert sentence == ""
     assert table["folder"] == f"results/{name}/recall"

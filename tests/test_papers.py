@@ -34,13 +34,12 @@ def test_first_line_of_every_config_has_the_papers_losses(row):
     assert losses == rows[Path(row).stem]
 
 
-# The scale of experiments on another task than text alone.
+# A scale for each task.
 SCALES = {
-    "table3": "orbits/109m",
-    "recall": "recall/tiny",
-    "text_and_recall": "recall/tiny_and_text",
-    "recall_and_text": "recall/tiny_and_text",
-    "recall_and_documents": "recall/tiny_and_text",
+    "language": "124m",
+    "orbits": "109m",
+    "recall": "tiny",
+    "language+recall": "tiny_and_text",
 }
 
 
@@ -51,7 +50,7 @@ def entry_names(experiment):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_entry_of_the_papers_has_a_config(name):
     experiment = EXPERIMENTS[name]
-    scale = open_scale(SCALES.get(name, "124m"), "out")
+    scale = open_scale(SCALES[experiment.task], "out", experiment.task)
     names = set(entry_names(experiment))
     assert len(names) == len(experiment.entries)
     if experiment.compute is None:

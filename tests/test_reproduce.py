@@ -175,9 +175,12 @@ def test_a_table_leaves_out_runs_with_other_settings(reproduced, scale):
     "arguments, parts",
     [
         (["table1", "--only=softmax,ssmax"], ["--only = 'ssmax'", "lssar_p15"]),
-        (["table1", "--scale=small_cp"], ["configs/scales/small_cp.py", "did you mean"]),
-        (["recall", "--scale=tiny"], ["task = 'language', but this command is for"]),
-        (["table1", "--scale=orbits/tiny"], ["task = 'orbits', but this command is for"]),
+        (["table1", "--scale=huge"], ["'huge'", "124m", "tiny"]),
+        (["recall", "--scale=124m"], ["'124m'", "tiny_mqar"]),
+        (
+            ["table1", "--scale=configs/scales/orbits/tiny.py"],
+            ["task = 'orbits', but this needs 'language'"],
+        ),
         (["table1", "--seed=3"], ["--seed cannot be set", "--seeds 3"]),
         (["table1", "--p=3"], ["--p cannot be set here", "--scale FILE.py", "batch_size"]),
         (["table1", "configs/lssar_p3.py"], ["configs/lssar_p3.py is no setting --key=value"]),

@@ -39,7 +39,7 @@ def main() -> None:
     chosen = experiment.entries
     if options.only:
         chosen = choose(experiment.entries, options.only.split(","))
-    scale = open_scale(options.scale, options.out, settings)
+    scale = open_scale(options.scale, options.out, experiment.task, settings)
     run_experiment(options.name, experiment, scale, chosen, options)
 
 

@@ -4,7 +4,6 @@ All tables share the runs: OUT/<scale>/<run>/seed<seed>.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -218,24 +217,12 @@ class Scale:
 
     name: str
     arguments: tuple[str, ...]
-    out: Path  # the command's --out
+    out: Path
     planned: dict[tuple[str, int], PlannedRun] = field(default_factory=dict, compare=False)
 
     @cached_property
     def config(self) -> Config:
         return load_config([*self.arguments])
-
-    @property
-    def task(self) -> str:
-        """The task by which runs are compared: of text and recall in turn it is recall."""
-        return self.config.tasks[-1]
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the runs. Each task has scales, and thus a folder, of its own."""
-        if self.task == "language":
-            return self.out / self.name
-        return self.out / self.task / self.name
 
     def run(self, entry: Entry, seed: int) -> PlannedRun:
         """Return the plan of an entry's run, which is made once.
@@ -256,7 +243,7 @@ class Scale:
         settings = entry.scaled(self.config) | entry.settings
         settings["seed"] = seed
         settings["name"] = entry.run
-        settings["out_dir"] = self.folder / entry.run / f"seed{seed}"
+        settings["out_dir"] = self.out / self.name / entry.run / f"seed{seed}"
         base = None
         if entry.base is not None:
             base = self.run(entry.base, seed)
@@ -266,20 +253,33 @@ class Scale:
         return PlannedRun(load_config(arguments), arguments, base)
 
 
-def open_scale(name: str, out: str, settings: Sequence[str] = ()) -> Scale:
-    """Return the scale of --scale: 124m (the defaults), a config file, or a path in configs/scales.
+def open_scale(name: str, out: str, task: str = "language", settings: Sequence[str] = ()) -> Scale:
+    """Return the scale of --scale: 124m (the defaults), a file of configs/scales, or another file.
 
-    `settings` are arguments of train.py for all runs. Raises UserError for settings that are not
-    SETTABLE, for an unknown file, and for one that sets seed.
+    `settings` are arguments of train.py for all runs. The scales of other tasks than text have a
+    folder of their own, as do their runs. Raises UserError for an unknown scale, for one of another
+    task, for a file that sets seed, and for settings that are not SETTABLE.
     """
+    folder = "" if task == "language" else task.split("+")[-1]
+    scales: dict[str, list[str]] = {}
+    if not folder:
+        scales["124m"] = []
+    for path in sorted((CONFIGS / "scales" / folder).glob("*.py")):
+        scales[path.stem] = [str(path)]
+    if name.endswith(".py"):
+        files = [name]
+        name = Path(name).stem
+    elif name in scales:
+        files = scales[name]
+    else:
+        raise UserError(f"--scale {name!r} must be one of {', '.join(scales)}, or a config file")
     require_settable(settings)
-    if name == "124m":
-        return Scale(name, tuple(settings), Path(out))
-    file = name
-    if not name.endswith(".py"):
-        file = os.path.relpath(CONFIGS / "scales" / f"{name}.py")
-    refuse_seed(file)
-    return Scale(Path(file).stem, (file, *settings), Path(out))
+    for file in files:
+        refuse_seed(file)
+    scale = Scale(name, (*files, *settings), Path(out) / folder)
+    if not set(task.split("+")) <= set(scale.config.tasks):
+        raise UserError(f"--scale {name}: task = {scale.config.task!r}, but this needs {task!r}")
+    return scale
 
 
 def refuse_settings_of_runs(keys: Iterable[str]) -> None:

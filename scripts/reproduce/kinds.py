@@ -271,6 +271,7 @@ def recall(
     entries: Entries,
     multiples: Multiples,
     values: Callable[[dict], Sequence[float | None]],
+    task: str = "recall",
     draw: Draw = pictures.together,
     **more: Any,
 ) -> Experiment:
@@ -285,6 +286,7 @@ def recall(
         values=values,
         draw=draw,
         remarks=recall_remarks,
+        task=task,
         **more,
     )
 

@@ -54,6 +54,7 @@ class Experiment:
     columns: tuple[str, ...] = ()
     better: str | None | tuple[str | None, ...] = None  # "lower" or "higher"; a tuple: by column
     digits: int = 4
+    task: str = "language"  # of the runs
 
     evaluation: Callable[[Config], Evaluation] | None = None  # Config: of the scale
     # the columns of a run's measurement

@@ -51,7 +51,7 @@ def build_parser(name: str, doc: str, epilog: str) -> Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--scale", required=True, help="124m (the papers'), a path in configs/scales, or FILE.py")
+    add("--scale", required=True, help="124m (the papers'), a name in configs/scales, or FILE.py")
     add("--seeds", type=int, default=1, help=f"seeds per entry, from {FIRST_SEED} on (%(default)s)")
     add("--out", default="out", metavar="DIR", help="folder of the runs (%(default)s)")
     add("--results", metavar="DIR", help="folder of the tables (default: results in --out)")
@@ -82,7 +82,7 @@ def run_experiment(
         else:
             runner.check_evaluation(evaluation, run.config)
     check_writable(folder)
-    check_writable(scale.folder)
+    check_writable(scale.out)
     entries = "1 entry" if len(chosen) == 1 else f"{len(chosen)} entries"
     print(f"{experiment.title}, scale {scale.name}, {entries}")
     to_train = "computed without runs"
@@ -93,7 +93,7 @@ def run_experiment(
         columns = column_names(experiment, scale.config)
         print_entries([entry.name for entry in chosen], columns, paper)
         print(to_train)
-        print_cost(runs, scale.folder)
+        print_cost(runs, scale.out)
         return
     print(to_train, flush=True)
     stop_on_signals()

@@ -190,6 +190,7 @@ TEXT_AND_RECALL = (
     config_entry("softmax", view="plain_rope"),
     *config_entries("hybrid", "hybrid_ssmax", "hybrid_ssmax_quarter", "hybrid_lssar_p5"),
 )
+TEXT_AND_RECALL_NOTE = "Half of the steps are of text, half of recall."
 COPIES = (
     *TEXT_AND_RECALL,
     config_entry("ssmax"),
@@ -438,6 +439,8 @@ EXPERIMENTS = {
     "text_and_recall": loss_and_gain(
         title="Text and recall in one model: loss on text",
         entries=TEXT_AND_RECALL,
+        task="language+recall",
+        note=TEXT_AND_RECALL_NOTE,
     ),
     "recall_and_text": recall(
         title="Text and recall in one model: recall",
@@ -445,6 +448,8 @@ EXPERIMENTS = {
         multiples=MULTIPLES,
         values=all_accuracies,
         better="higher",
+        task="language+recall",
+        note=TEXT_AND_RECALL_NOTE,
     ),
     "recall_and_documents": recall(
         title="Text with attention within documents, and recall in turn: recall",
@@ -453,9 +458,10 @@ EXPERIMENTS = {
         values=all_accuracies,
         draw=in_panels(DOCUMENTS),
         better="higher",
+        task="language+recall",
         note=(
             "`apart`: trained with document_mask, `joined`: without; `aligned`: with "
-            "align_documents in the steps of text."
+            f"align_documents in the steps of text. {TEXT_AND_RECALL_NOTE}"
         ),
     ),
     "copying": Experiment(
@@ -497,6 +503,7 @@ EXPERIMENTS = {
         columns=tuple(TABLE3),
         better=tuple(TABLE3.values()),
         digits=2,
+        task="orbits",
         evaluation=physics,
         values=table3_columns,
         draw_first_seed=pictures.forces,
