@@ -269,6 +269,15 @@ def test_a_config_file_that_is_edited_after_its_run_is_measured_as_it_was(
     assert list(read_table(folder)["rows"]) == ["softmax", "mine"]
 
 
+def test_two_files_of_one_name_are_refused(compared, commands, mine, tmp_path, refused):
+    """Also where their rows have two names: they would share the folder of a run."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    other = shutil.copy(mine, folder)
+    refused(compared, mine, f"{other}:plain_rope", says="two entries are called mine:plain_rope")
+    assert not commands
+
+
 def test_a_seed_in_a_config_file_is_refused(compared, commands, mine, refused):
     with open(mine, "a") as file:
         file.write("seed = 7\n")

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -15,10 +16,20 @@ from layers.build import build_model
 from runtime.run_folder import read_config
 from scripts import downstream
 from scripts.common.papers import SSMAX
-from scripts.reproduce import formulas, headroom, kinds, metrics, report, tables
+from scripts.reproduce import (
+    formulas,
+    headroom,
+    kinds,
+    metrics,
+    pictures,
+    rebuild,
+    report,
+    tables,
+)
 from scripts.reproduce.entries import config_entry
 from scripts.reproduce.planned import PlannedRun
 from tests.helpers import measured_losses, not_blank, read_table, saved_run, small_config
+from tests.runs import ROOT
 from tests.runs import metrics as metrics_of
 
 
@@ -285,3 +296,27 @@ def test_curves_of_metrics(tmp_path):
     assert values == [0.7, 4.0, 0.25]
     _, highest = curves["highest"]
     assert highest[0] == 90
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "small_cpu/compare_lssar_p15",  # of a single config beside a committed table
+        "tiny/physics_figures",  # of an experiment that is no longer in EXPERIMENTS
+        "tiny_documents/documents",
+    ],
+)
+def test_a_committed_table_is_rebuilt_as_it_is(name, tmp_path, call, undrawn):
+    committed = ROOT / "results" / name
+    folder = shutil.copytree(committed, tmp_path / "copy")
+    (folder / "table.md").unlink()
+    call(rebuild, folder)
+    assert (folder / "table.md").read_text() == (committed / "table.md").read_text()
+
+
+def test_the_control_of_runs_with_both_losses_is_not_drawn():
+    """It is measured only as the run was trained: across documents, or within them."""
+    for name, drawn in (("tiny_documents/documents", False), ("tiny/league", True)):
+        table = read_table(ROOT / "results" / name)
+        for row in table["rows"].values():
+            assert bool(pictures.control_losses(table, row["runs"])) == drawn

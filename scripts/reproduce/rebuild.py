@@ -37,8 +37,10 @@ def rebuild(folder: Path) -> None:
     if table["baseline"]:
         add_differences(table["rows"], table["baseline"])
     name = table["name"]
-    draw = EXPERIMENTS[name].draw if name in EXPERIMENTS else pictures.together
-    save_table_pictures(folder, name, draw(table))
+    if name in EXPERIMENTS:
+        save_table_pictures(folder, name, EXPERIMENTS[name].draw(table))
+    elif table["multiples"]:  # of compare; not of an experiment that is no longer in EXPERIMENTS
+        save_table_pictures(folder, name, pictures.together(table))
     write(folder, table)
 
 
