@@ -2,17 +2,16 @@
 
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py
 python -m scripts.benchmark plain configs/softmax.py configs/lssar_p15.py --phases train
-python -m scripts.benchmark configs/softmax.py configs/lssar_p15.py \
-    --attention_impl=reference --compile=False
+python -m scripts.benchmark configs/lssar_p15.py --impls auto,unfused
 python -m scripts.benchmark configs/softmax.py configs/t6.py --phases decode --block_size=16384
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py \
     --phases attention,attention_eval --block_size=16384
 
 The columns are as in Table A7 of the LSSAR paper, whose numbers are printed below each variant. The
-paper uses standard PyTorch functions and no fused kernels, as does `--attention_impl=reference
---compile=False`, with which the loss takes all logits at once. `plain` instead of a config is a
-GPT-2 built from torch.nn's Transformer modules, as a baseline without this repository. Each model
-is measured in its own process, so that its peak memory is known; the models take turns, round by
+paper uses standard PyTorch functions and no fused kernels, as does `--impls unfused`: the path
+`reference` without torch.compile, and all logits at once. `plain` instead of a config is a GPT-2
+built from torch.nn's Transformer modules, as a baseline without this repository. Each model is
+measured in its own process, so that its peak memory is known; the models take turns, round by
 round, so that a change in the machine's speed affects all of them equally. Times are medians over
 the rounds. On a GPU a round is a step that is not timed and four that are, between which the host
 does not wait, as in training. Without a scale the model is GPT-2 124M at 1,024 tokens; --batch_size
@@ -74,6 +73,7 @@ CALLS = 10
 STEPS = 4
 # The average length of a document in tokens, with document_mask.
 DOCUMENT_LENGTH = 512
+UNFUSED = ("--attention_impl=reference", "--compile=False")
 PLAIN = "plain"  # stands where a config file does: PlainGPT
 
 Say = Callable[[str], None]
@@ -83,7 +83,7 @@ Step = Callable[[], object]
 @command
 def main() -> None:
     arguments, settings = parse_arguments()
-    models = load_models(arguments.configs, settings)
+    models = parse_models(arguments.configs, arguments.impls.split(","), settings)
     figures = measure(models, arguments.rounds, arguments.phases)
     config = next(iter(models.values()))
     device = open_device(config.device)
@@ -122,6 +122,12 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         help="config files, or plain; the first is the baseline",
     )
     parser.add_argument(
+        "--impls",
+        default="",
+        help="attention paths, from auto,triton,blocked,reference; unfused is the paper's setting "
+        "(default: --attention_impl)",
+    )
+    parser.add_argument(
         "--phases",
         help=f"what to measure, from {','.join(PHASES)} (train,eval; with plain: train)",
     )
@@ -135,6 +141,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         "--out", metavar="FILE", type=Path, help="write the figures to this JSON file"
     )
     arguments, settings = parser.parse_known_args()
+    if arguments.rounds < 1:
+        raise UserError(f"--rounds {arguments.rounds} must be at least 1")
     allowed = ["train"] if PLAIN in arguments.configs else PHASES
     if arguments.phases is None:
         arguments.phases = allowed[:2]
@@ -143,26 +151,54 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     for phase in arguments.phases:
         check_choice("--phases", phase, allowed)
     if arguments.out:
+        if arguments.out.is_dir():
+            raise UserError(f"--out {arguments.out} is a folder: give a file to write")
         check_writable(arguments.out.parent)
     return arguments, settings
 
 
-def load_models(paths: list[str], settings: list[str]) -> dict[str, Config]:
-    """Return the Config of every model, by the name of its file.
+def parse_models(paths: list[str], impls: list[str], settings: list[str]) -> dict[str, Config]:
+    """Return the Config of every model, by its name in the table.
 
-    Raises UserError for two files of one name, and for settings that the plain model cannot have.
+    Raises UserError for settings that cannot be measured, and for two models of one name.
     """
     models: dict[str, Config] = {}
     for path in paths:
-        name = Path(path).stem
-        if name in models:
-            raise UserError(f"two models are called {name}: rename {path}")
-        files = [] if path == PLAIN else [path]
-        config = load_config([*files, "--batch_size=4", *settings])
-        if path == PLAIN and (config.optimizer != "adamw" or config.document_mask):
-            raise UserError("plain takes no --optimizer=muon and no --document_mask")
-        models[name] = config
+        for impl in impls:
+            if path == PLAIN and path in models:  # it has one path, and is compiled as the first
+                continue
+            if "scales" in Path(path).parts:
+                raise UserError(
+                    f"{path} would be measured as a model of its own; give the sizes of all models "
+                    "as settings: --n_layer=4 --n_embd=128"
+                )
+            name = Path(path).stem
+            if path != PLAIN:
+                if len(impls) > 1:
+                    name += f" {impl}"
+                if name in models or name == PLAIN:
+                    raise UserError(f"two models are called {name}: rename {path}")
+            models[name] = parse_model(path, impl, settings)
     return models
+
+
+def parse_model(path: str, impl: str, settings: list[str]) -> Config:
+    files = [] if path == PLAIN else [path]
+    impl_settings: Sequence[str] = ()  # without --impls, --attention_impl counts
+    if impl == "unfused":
+        impl_settings = UNFUSED
+    elif impl:
+        impl_settings = [f"--attention_impl={impl}"]
+    config = load_config([*files, "--batch_size=4", *settings, *impl_settings])
+    if path == PLAIN and config.optimizer != "adamw":
+        raise UserError(f"plain is trained with adamw, not with {config.optimizer}")
+    if config.batch_size == 0:
+        raise UserError("batch_size = 0 fits a training run; benchmark takes the size to measure")
+    if path == PLAIN and config.document_mask:
+        raise UserError("plain takes no --document_mask: its attention joins documents")
+    if config.task == "orbits":
+        raise UserError("benchmark measures models of one token a position, not task = orbits")
+    return config.replace(name=Path(path).stem)  # without the settings, which are of all models
 
 
 # ---- measuring ----
@@ -404,8 +440,9 @@ def print_figures(figures: dict[str, dict], models: dict[str, Config]) -> None:
     sizes = models[baseline].n_layer, models[baseline].n_embd, models[baseline].block_size
     if columns == PAPER["columns"] and sizes == (Config.n_layer, Config.n_embd, Config.block_size):
         for name, config in models.items():
-            if name == config.variant_name:  # a setting, such as --p=3, makes another variant
-                paper_rows[name] = PAPER["rows"].get(name)
+            # a setting, such as --p=3, makes another variant than the file's name says
+            if config.name == config.variant_name:
+                paper_rows[name] = PAPER["rows"].get(config.name)
     rows = {name: [figures[name][column] for column in columns] for name in models}
     lines = [["", *columns]]
     for name in models:

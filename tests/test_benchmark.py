@@ -13,8 +13,6 @@ from scripts import benchmark
 
 TINY = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--tokenizer=bytes", "--device=cpu"]
 SHORT = [*TINY, "--block_size=8", "--batch_size=2", "--total_batch_size=16"]
-# As in the paper: without fused kernels.
-UNFUSED = ["--attention_impl=reference", "--compile=False"]
 
 
 def build_step(name, phase, *settings, plain=False):
@@ -48,14 +46,15 @@ def table(call, capsys, monkeypatch):
     return run
 
 
-def test_the_papers_figures_stand_below_its_variants(table):
+def test_the_papers_figures_stand_beside_every_path(table):
     configs = [f"configs/{name}.py" for name in ("softmax", "lssar_p15", "relu_li", "t6")]
-    _, lines = table(*configs, *UNFUSED)
+    _, lines = table(*configs, "--impls=auto,reference")
     for i, line in enumerate(lines):
         if line.startswith("lssar_p15"):
             assert lines[i + 1].startswith("  paper, A100")
             assert "250.3 (2.08)" in lines[i + 1]
-    assert sum("paper, A100" in line for line in lines) == 2
+    assert sum(line.startswith("lssar_p15") for line in lines) == 2
+    assert sum("paper, A100" in line for line in lines) == 4
     # the paper has not measured a softmax with a window, LSSAR with another p, T6, or other phases
     configs = [f"configs/{name}.py" for name in ("softmax", "swa", "gated", "prope")]
     _, lines = table(*configs)
@@ -68,29 +67,49 @@ def test_the_papers_figures_stand_below_its_variants(table):
     assert models["t6"].p == 3  # no option of the command, though --phases begins with it
 
 
-def test_settings_are_those_of_all_models(table):
-    settings = [*UNFUSED, "--block_size=32"]
-    models, _ = table("plain", "configs/lssar_p3.py", *settings, "--phases=train")
-    assert [*models] == ["plain", "lssar_p3"]
-    for config in models.values():
-        assert config.attention_impl == "reference"
-        assert config.compile is False
-        assert config.block_size == 32
-        assert config.batch_size == 4
+def test_a_model_of_every_path_and_one_plain_model(table):
+    models, _ = table(
+        "plain",
+        "configs/lssar_p3.py",
+        "--impls=auto,unfused",
+        "--block_size=32",
+        "--batch_size=2",
+        "--phases=train",
+    )
+    assert [*models] == ["plain", "lssar_p3 auto", "lssar_p3 unfused"]
+    assert models["plain"].attention_impl == "auto"
+    config = models["lssar_p3 unfused"]
+    assert config.block_size == 32
+    assert config.batch_size == 2
+    assert config.compile is False
+    models, _ = table("configs/softmax.py", "--attention_impl=blocked", "--phases=train")
+    assert models["softmax"].attention_impl == "blocked"
 
 
 @pytest.mark.parametrize(
     "arguments, says",
     [
         (["configs/softmax.py", "configs/../configs/softmax.py"], "two models are called softmax"),
-        (["plain", "--optimizer=muon"], "plain takes no --optimizer=muon"),
-        (["plain", "--document_mask"], "no --document_mask"),
+        (["configs/softmax.py", "configs/scales/tiny.py"], "as settings: --n_layer=4"),
+        (["plain", "--optimizer=muon"], "plain is trained with adamw, not with muon"),
+        (
+            ["configs/softmax.py", "--task=orbits", "--tie_embeddings=False"],
+            "one token a position, not task = orbits",
+        ),
+        (["plain", "--document_mask"], "plain takes no --document_mask"),
+        (["plain", "--out=configs"], "--out configs is a folder"),
+        (["plain", "--rounds=0"], "--rounds 0 must be at least 1"),
         (["plain", "--phases=eval"], "--phases = 'eval'; it must be one of train"),
         (["configs/fox.py", "--phases=attention", "--rounds=1"], "knows no gates"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(call, refused, arguments, says):
     refused(call, benchmark, *arguments, *SHORT, says=says)
+
+
+def test_a_batch_size_that_would_be_fitted_is_refused(call, refused):
+    says = "takes the size to measure"
+    refused(call, benchmark, "configs/softmax.py", *SHORT, "--batch_size=0", says=says)
 
 
 def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_path):
@@ -157,7 +176,7 @@ def test_unfused_holds_all_logits(monkeypatch, phase):
 
     monkeypatch.setattr(GPT, "logits", counting_logits)
     small = [*TINY, "--block_size=512", "--batch_size=2", "--total_batch_size=1024"]
-    build_step("lssar_p15", phase, *small, *UNFUSED)()
+    build_step("lssar_p15", phase, *small, *benchmark.UNFUSED)()
     assert positions == [1024]
     positions.clear()
     build_step("lssar_p15", phase, *small)()
