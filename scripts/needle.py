@@ -7,10 +7,11 @@ SSMax, section 3.3, Fig. 6: "The special magic Tokyo number is: 8106422." at fiv
 haystack, then a question formatted as in fine-tuning; decoding is greedy, with end-of-text
 excluded. An answer is correct if the first seven digits of its first run of digits are the number.
 Section 3.4: a head's needle score is the attention from the prompt's last token, which predicts the
-answer's first token, to the span from the needle's colon to its end. Scores are taken at the
-longest of --lengths. Fig. 7: the 25 highest scores at one needle, at half depth. Fig. 8: the
-highest score of each of --score_trials needles at random depths. For variants whose rows do not sum
-to 1 the score is the same sum, but not a share.
+answer's first token, to the span from the needle's colon to its end. Scores are taken at
+--score_length tokens: by default at 8,000, as in the paper, or at the longest of --lengths if that
+is shorter. Fig. 7: the 25 highest scores at one needle, at half depth. Fig. 8: the highest score of
+each of --score_trials needles at random depths. For variants whose rows do not sum to 1 the score
+is the same sum, but not a share.
 
 Writes needle.json, with a part for each length and a part with the scores of all heads, needle.png
 (Fig. 6) for each run, and needle_heads.png (Fig. 7) and needle_scores.png (Fig. 8) for all of them.
@@ -22,7 +23,7 @@ line breaks), the cities, the question, and what a length counts (here as in scr
 import itertools
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -42,7 +43,6 @@ from scripts.common.plots import Curve, draw_curves, heat_map
 from scripts.common.retrieval import (
     ANSWER_TOKENS,
     ASK,
-    SEED,
     RetrievalEvaluation,
     Trial,
     answered,
@@ -74,6 +74,8 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 # The number of heads in Fig. 7, and its city, number and depth.
 HEADS = 25
 FIXED = ("Tokyo", 8106422, 0.5)
+# The length of the scores in Figs. 7 and 8.
+SCORE_LENGTH = 8000
 GRADES = ("correct", "first digit", "wrong")
 
 
@@ -132,7 +134,14 @@ class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
     shortest = SHORTEST
 
     samples: PositiveInt = option(1000, "needles per length and depth")
+    score_length: PositiveInt | None = option(
+        None, f"length for the needle scores (default: the longest of --lengths to {SCORE_LENGTH})"
+    )
     score_trials: PositiveInt = option(100, "needles to score")
+
+    def score_length_of(self, lengths: Iterable[int]) -> int:
+        """The length for the needle scores of runs measured at these lengths."""
+        return self.score_length or min(SCORE_LENGTH, max(lengths))
 
     def scores_at(self, length: int) -> str:
         """The name of the chunk with the needle scores."""
@@ -140,6 +149,13 @@ class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
 
     def identify(self, config: Config) -> dict:
         lengths = self.lengths_of(config)
+        score_length = self.score_length_of(lengths)
+        if self.score_length is not None and score_length < SHORTEST:
+            raise UserError(
+                f"--score_length {score_length} is too short: a prompt and its answer take up to "
+                f"{SHORTEST} tokens"
+            )
+        lengths = (*lengths, score_length)
         check_prompts(config, lengths, SHORTEST)
         available = len(checked_tokens(config))
         longest = max(lengths)
@@ -147,7 +163,7 @@ class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
             raise UserError(
                 f"{config.data_dir}: {available} validation tokens, but a haystack of {longest}"
             )
-        return {"samples": self.samples, "sample_seed": SEED}
+        return {"samples": self.samples, "sample_seed": self.seed}
 
     def align(self, configs: Sequence[Config]) -> Self:
         """All runs at the same lengths.
@@ -159,16 +175,16 @@ class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
 
     def chunks(self, config: Config) -> dict[str, int | None]:
         """The lengths; the chunk with the needle scores has None instead."""
-        longest = max(self.lengths_of(config))
-        return super().chunks(config) | {self.scores_at(longest): None}
+        score_length = self.score_length_of(self.lengths_of(config))
+        return super().chunks(config) | {self.scores_at(score_length): None}
 
     def measure(self, run: Run, length: int | None) -> dict:
         haystack = haystack_of(run.config)
         if length is None:
-            return self.score(run, haystack, max(self.lengths_of(run.config)))
+            return self.score(run, haystack, self.score_length_of(self.lengths_of(run.config)))
         shares = []
         for depth in DEPTHS:
-            rng = random.Random(f"needle {SEED} {length} {depth}")
+            rng = random.Random(f"needle {self.seed} {length} {depth}")
             needles = haystack.needles(self.samples, rng, length, depth)
             answers = answered(run, needles, length, never=haystack.tokenizer.eot)
             grades = [grade(needle, text) for needle, text in answers]
@@ -182,7 +198,7 @@ class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
 
     def score(self, run: Run, haystack: Haystack, length: int) -> dict:
         """The needle scores of all heads, at one needle at half depth and at many others."""
-        rng = random.Random(f"needle scores {SEED} {length}")
+        rng = random.Random(f"needle scores {self.seed} {length}")
         fixed_needle = haystack.hide(*FIXED, length, rng.random())
         needles = itertools.chain([fixed_needle], haystack.needles(self.score_trials, rng, length))
         trials: list[dict[str, Any]] = []
@@ -205,7 +221,7 @@ class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
         trial_curves: list[Curve] = []
         for name, result in results.items():
             print_accuracies(name, result, "needles")
-            length = max(accuracies(result))
+            length = self.score_length_of(accuracies(result))
             scored = result["parts"][self.scores_at(length)]
             best = highest_first(scored["one needle"])[:HEADS]
             label = f"{name}, {scored['one needle']['grade']}"

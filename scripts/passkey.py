@@ -26,7 +26,6 @@ from scripts.common.labels import title_of
 from scripts.common.plots import Curve, draw_by_length
 from scripts.common.retrieval import (
     ANSWER_TOKENS,
-    SEED,
     RetrievalEvaluation,
     Trial,
     answered,
@@ -62,11 +61,11 @@ class PasskeyRetrieval(RetrievalEvaluation):
 
     def identify(self, config: Config) -> dict:
         check_prompts(config, self.lengths_of(config), SHORTEST)
-        return NO_TEXT | {"trials": self.trials, "trial_seed": SEED}
+        return NO_TEXT | {"trials": self.trials, "trial_seed": self.seed}
 
     def measure(self, run: Run, length: int) -> dict:
         tokenizer = get_tokenizer(run.config.tokenizer)
-        trials = make_trials(tokenizer, length, self.trials)
+        trials = make_trials(tokenizer, length, self.trials, self.seed)
         return judge(list(answered(run, trials, length)))
 
     def show(self, results: Results) -> dict[str, Figure]:
@@ -81,12 +80,12 @@ class PasskeyRetrieval(RetrievalEvaluation):
         return {"passkey": figure}
 
 
-def make_trials(tokenizer: Tokenizer, length: int, count: int) -> list[Trial]:
+def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Trial]:
     """Trials with prompts of length - ANSWER_TOKENS tokens; a larger count only appends to them.
 
     The length is at least SHORTEST.
     """
-    rng = random.Random(f"passkey {SEED} {length}")
+    rng = random.Random(f"passkey {seed} {length}")
     task = [tokenizer.eot, *tokenizer.encode(TASK)]
     question = tokenizer.encode(QUESTION)
     # a repeat after the first may have fewer tokens

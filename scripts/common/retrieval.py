@@ -12,6 +12,7 @@ from config import Config
 from data.tokenizer import get_tokenizer
 from errors import UserError
 from generation import generate
+from scripts.common.command_line import option
 from scripts.common.labels import title_of
 from scripts.common.runs import Run, batches
 from scripts.common.tables import print_table
@@ -19,8 +20,6 @@ from scripts.common.validation import LengthEvaluation, accuracies, check_length
 
 # Tokens reserved for the answer within every length; a 7-digit number takes at most 8.
 ANSWER_TOKENS = 16
-# Seed of the numbers, their texts and their depths.
-SEED = 1337
 # A question after its context, as in fine-tuning on SQuAD; a space and the answer follow.
 ASK = "\nQuestion: {question}\nAnswer:"
 
@@ -42,6 +41,8 @@ class RetrievalEvaluation(LengthEvaluation):
     """An evaluation that hides numbers in long texts and asks for them at the end."""
 
     shortest: ClassVar[int]  # a length that fits a prompt and its answer
+
+    seed: int = option(1337, "seed of the numbers, their texts and their depths")
 
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
         """By default, multiples of the training length's smallest multiple that fits a prompt."""
