@@ -71,14 +71,14 @@ from scripts.common.tables import print_table
 from scripts.common.validation import (
     LengthEvaluation,
     ModelEvaluation,
-    check_lengths,
     stretches,
     windows,
 )
 
 TEXT = LSSAR["figure_a1"]["text"]
 CLAMP = 0.5
-# The longest text whose ticks are its tokens, in tokens.
+# The longest text that is drawn, and the longest whose ticks are its tokens, in tokens.
+MAP_TOKENS = 2048
 WORDS = 48
 STATISTICS = ("first_token", "entropy", "entropy_share", "zeros", "sum")
 COLUMNS = ("first_token", "entropy", "entropy_share", "zeros", "dead", "sum")
@@ -106,8 +106,8 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
             ids = encode(tokenizer, self.text, add_special_tokens=True)
         else:
             ids = get_tokenizer(config.tokenizer).encode(self.text)
-        if len(ids) < 2:
-            raise UserError(f"--text has {len(ids)} tokens: a map takes at least 2")
+        if not 2 <= len(ids) <= MAP_TOKENS:
+            raise UserError(f"--text has {len(ids)} tokens; a map takes 2 to {MAP_TOKENS}")
         return ids
 
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
@@ -144,7 +144,12 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
                 "attention_maps counts all earlier tokens as keys: it cannot measure a run with "
                 "document_mask"
             )
-        check_lengths(config, [len(self.ids(config))])
+        text_tokens = len(self.ids(config))
+        if config.longest is not None and text_tokens > config.longest:
+            raise UserError(
+                f"{config.out_dir}: the text has {text_tokens} tokens, but the model's learned "
+                f"positions end at {config.longest}: give a shorter --text, or --text '' for none"
+            )
         layer = self.layer_of(config)
         if self.tokens == 0:
             return NO_TEXT | {"layer": layer, "tokens": 0}

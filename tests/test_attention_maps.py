@@ -217,11 +217,12 @@ def test_a_text_alone_needs_no_data(shards, call, tmp_path, pictures):
 
 def test_refuses_before_anything_is_written(trained, call, refused):
     refused(call, attention_maps, trained, "--layer=2", says="layers 0 to 1")
-    refused(call, attention_maps, trained, "--text=a", says="1 tokens")
+    refused(call, attention_maps, trained, "--text=a", says="1 tokens; a map takes 2 to 2048")
+    refused(call, attention_maps, trained, f"--text={'a' * 2049}", says="--text has 2049 tokens")
     assert not list(trained.glob("attention_*"))
 
 
 def test_a_text_beyond_learned_positions_is_refused_at_once(shards, call, tmp_path, refused):
     model = small_model("softmax.py", "--positions=learned", f"--data_dir={shards}").float()
     run = saved_run(tmp_path / "run", model)
-    refused(call, attention_maps, run, says="a length of 185 is beyond its learned positions")
+    refused(call, attention_maps, run, says=["the text has 185 tokens", "--text ''"])
