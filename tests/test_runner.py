@@ -342,6 +342,32 @@ def test_an_evaluation_notices_other_shards_and_its_own_edits(shards, likeliest,
     assert "with other code; --again repeats it" in capsys.readouterr().out
 
 
+def test_the_hash_of_an_evaluation_covers_the_files_of_all_its_classes(likeliest, tmp_path):
+    file = tmp_path / "my_file.py"
+    assert runner.code_hash(likeliest.LikeliestToken()) == runner.hash_code(file)
+    hash_of_file = runner.hash_code(Path(eval_length.__file__))
+    assert runner.code_hash(eval_length.LossByLength()) == hash_of_file
+    # a subclass in another file that leaves `measure` as it is
+    other_file = tmp_path / "another_file.py"
+    code = """
+    import my_file
+
+    class Likeliest(my_file.LikeliestToken):
+        def summarise(self, parts):
+            return {"chunks": 1}
+    """
+    other_file.write_text(textwrap.dedent(code))
+    hashes = []
+    kind = importlib.import_module("another_file").Likeliest
+    for path, old, new in ((other_file, "1", "2"), (file, "softmax(-1)", "sigmoid()")):
+        hashes.append(runner.code_hash(kind()))
+        path.write_text(path.read_text().replace(old, new))
+        runner.hash_code.cache_clear()
+    hashes.append(runner.code_hash(kind()))
+    del sys.modules["another_file"]
+    assert len(set(hashes)) == 3
+
+
 def test_a_measurement_with_another_tokenizer_is_not_taken(words_file, tmp_path):
     config = small_config("softmax.py", f"--tokenizer={words_file}")
     run = saved_run(tmp_path / "run", build_model(config))

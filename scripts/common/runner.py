@@ -49,9 +49,9 @@ repository's folder, is a file with
 `measure_or_load(LikeliestToken(tokens=50), "out/softmax")` measures a run only once: a measurement
 is stored with the facts that identify it, and looked up by them. These are the run's checkpoint and
 how it was opened, the formulas of its attention, its validation shards, and what `identify` adds.
-If the evaluation's file has changed since, a message says so. An option that changes the numbers
-must be in the chunk's name, as `tokens` above, or in what `identify` returns: otherwise the
-measurement with one value is taken for that with another.
+If a file of its class or of its base classes has changed since, a message says so. An option that
+changes the numbers must be in the chunk's name, as `tokens` above, or in what `identify` returns:
+otherwise the measurement with one value is taken for that with another.
 """
 
 import ast
@@ -91,6 +91,7 @@ from scripts.common.options import Options
 from scripts.common.plots import save_picture
 from scripts.common.runs import Run, load_run, model_facts, model_on_meta, run_facts
 
+COMMON = Path(__file__).resolve().parent
 # What identifies the measurement of an evaluation that reads no validation text.
 NO_TEXT = {"data_dir": None, "val_sha256": None}
 # Options that models of transformers do not take.
@@ -186,11 +187,24 @@ def identity(evaluation: Evaluation, config: Config) -> dict:
 
 
 def code_hash(evaluation: Evaluation) -> str:
-    """A hash of the code in an evaluation's file; comments and formatting do not count."""
-    file = inspect.getsourcefile(evaluation.measure)
-    if file is None:
-        raise UserError(f"{evaluation.name}: its class must be in a file")
-    return hash_code(Path(file))
+    """A hash of the code in the files of an evaluation: of `measure`, its class and its bases.
+
+    Those of scripts.common and of Python do not count, nor do comments and formatting.
+    """
+    sources = [inspect.getsourcefile(evaluation.measure)]
+    for kind in type(evaluation).__mro__:
+        if kind.__module__ not in sys.stdlib_module_names:
+            sources.append(getattr(sys.modules.get(kind.__module__), "__file__", None))
+    hashes = {}
+    for source in sources:
+        if source is None:
+            raise UserError(f"{evaluation.name}: its class must be in a file")
+        file = Path(source).resolve()
+        if file.parent != COMMON:
+            hashes[file] = hash_code(file)
+    if len(hashes) == 1:
+        return hashes.popitem()[1]
+    return hashlib.sha256("".join(hashes.values()).encode()).hexdigest()[:16]
 
 
 @functools.cache  # a process runs the code as it was at its start
