@@ -1,5 +1,6 @@
 """Whether a config continues the run in its folder, and from which checkpoint."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from runtime.checkpoint import (
     settings_before,
     settings_of,
 )
+from runtime.config_files import format_value
 from runtime.distributed import rank
 from runtime.files import read_json
 from runtime.metadata import formulas_difference, init_from_difference
@@ -85,7 +87,11 @@ def load_to_resume(run: Path, config: Config) -> State:
 
 
 def check_rate(run: Path, config: Config, state: State) -> None:
-    """Raise UserError if moving the schedule's end alone would make the learning rate jump."""
+    """Raise UserError if moving the schedule's end alone would make the learning rate jump.
+
+    The message has two commands that continue the run, at the rate of its last step or, after a
+    schedule that ended near 0, at a tenth of its peak.
+    """
     before = settings_before(state)
     schedule = config.replace(**{key: before[key] for key in SCHEDULE})
     step = max(0, state.step - 1)
@@ -94,8 +100,18 @@ def check_rate(run: Path, config: Config, state: State) -> None:
     moves_its_end = changed <= FREE_ON_RESUME
     if state.step == 0 or not moves_its_end or rate == learning_rate(step, config):
         return
+    rate = max(rate, schedule.learning_rate / 10)
+    constant = {"schedule": "constant", "learning_rate": rate, "min_lr": 0.0, "cooldown_iters": 0}
+    cosine = constant | {"schedule": "cosine", "warmup_iters": state.step}
+    commands = []
+    for settings in (constant, cosine):
+        words = ["python", "train.py", "--resume", str(run), f"--max_iters={config.max_iters}"]
+        for key, value in settings.items():
+            if value != before[key]:
+                words.append(f"--{key}={format_value(value)}")
+        commands.append(shlex.join(words))
     raise UserError(
         f"{run} followed a {schedule.schedule} schedule of {schedule.max_iters} steps up to step "
-        f"{state.step}, where its learning rate was {rate:g}: with {config.max_iters} steps it "
-        "would have had other rates; set a schedule too, as 'More steps' in docs/resuming.md shows"
+        f"{state.step}: with {config.max_iters} steps it would have had other learning rates. "
+        f"Continue at a constant rate, {commands[0]}, or with a cosine from here, {commands[1]}"
     )

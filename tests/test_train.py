@@ -474,6 +474,12 @@ def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_rate(train, capsys
     assert "is good" not in message
 
 
+def arguments_in(message):
+    """The arguments of train.py in a message, as a user copies them."""
+    (arguments,) = re.findall("python train.py ([^,;]+)", message)
+    return arguments.split()
+
+
 def test_a_diverged_run_continues_past_its_step(train, tmp_path, capsys, monkeypatch):
     """As its last message says, at a lower rate and past the batch that broke it."""
     settings = ("--learning_rate=0.02", "--max_iters=8", "--checkpoint_interval=2")
@@ -523,25 +529,35 @@ def changes_of(run):
     return json.loads((run / "environment.json").read_text())["changes"]
 
 
-def test_a_finished_schedule_is_extended_by_another_one(train, capsys, refused):
-    """As docs/resuming.md shows: at a constant rate, and with another cosine."""
+def test_a_finished_schedule_is_extended_by_what_the_refusal_says(train, capsys, refused):
+    """Of the two commands in it each does what was asked, from the last rate or a tenth."""
     schedule = ("--schedule=cosine", "--max_iters=6", "--min_lr=1e-3")
     run = train("run", *schedule)
     copy = shutil.copytree(run, run.with_name("copy"))
-    says = ("followed a cosine schedule of 6 steps up to step 6", "its learning rate was 0.00231")
-    refused(train, "run", *schedule, "--resume", "--max_iters=12", says=says)
-    more = ("--max_iters=12", "--learning_rate=2e-3", "--min_lr=0")
-    run_train("--resume", run, *more, "--schedule=constant")
-    run_train("--resume", copy, *more, "--warmup_iters=6")
+    for folder in (run, copy):
+        with pytest.raises(SystemExit) as stop:
+            train(folder.name, *schedule, "--resume", "--max_iters=12")
+        assert stop.value.code == 2
+        message = capsys.readouterr().err
+        assert "followed a cosine schedule of 6 steps up to step 6" in message
+        words = " constant rate, " if folder == run else " cosine from here, "
+        arguments = arguments_in(message.partition(words)[2].partition(", or")[0])
+        run_train(*arguments)
     constant = metrics(run, "lr")
     cosine = metrics(copy, "lr")
+    last = constant[6]
+    assert 1e-3 < last < 5e-3
     for step in range(7, 13):
-        assert constant[step] == 2e-3
+        assert constant[step] == pytest.approx(last, rel=1e-5)
         coeff = 0.5 * (1 + math.cos(math.pi * (step - 7) / 6))
-        assert cosine[step] == pytest.approx(coeff * 2e-3)
-    assert "from step 6 on warmup_iters = 6, before 2" in capsys.readouterr().out
-    says = f"{run} has 12 steps: max_iters = 11 is fewer"
-    refused(train, "run", *schedule, "--resume", "--max_iters=11", says=says)
+        assert cosine[step] == pytest.approx(coeff * last, rel=1e-5)
+    # a rate that is set is taken as it is
+    train("run", *schedule, "--resume", "--max_iters=14", "--learning_rate=2e-3")
+    assert metrics(run, "lr")[13] < 2e-3
+    train("copy", *schedule, "--resume", "--max_iters=14", "--min_lr=0", "--schedule=constant")
+    assert "from step 12 on schedule = 'constant', before 'cosine'" in capsys.readouterr().out
+    says = f"{run} has 14 steps: max_iters = 13 is fewer"
+    refused(train, "run", *schedule, "--resume", "--max_iters=13", says=says)
 
 
 def test_gradients_that_are_not_finite_at_any_scale_are_no_overflow():
