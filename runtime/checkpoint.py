@@ -109,10 +109,11 @@ class Training:
                 optimizer.param_groups = groups  # with the options of this run, such as `fused`
             if state.scaler:  # empty in a run that did not scale its loss: it may go on in float16
                 self.scaler.load_state_dict(state.scaler)
-        except (RuntimeError, ValueError) as error:  # of another model.py, or best.pt renamed
-            reason = str(error).splitlines()[-1].strip()
+        # of another model.py, best.pt renamed, or a state that is none of torch's optimizers
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            lines = str(error).splitlines() or [type(error).__name__]
             raise UserError(
-                f"the checkpoint of step {state.step} does not fit this run: {reason}"
+                f"the checkpoint of step {state.step} does not fit this run: {lines[-1].strip()}"
             ) from error
         self.step = state.step
         self.resumed_at = state.step

@@ -131,7 +131,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         return []
     lines = []
     for text in path.read_text(errors="replace").splitlines():
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             line = json.loads(text)
             if isinstance(line, dict) and type(line.get("step")) is int:
                 lines.append(line)

@@ -113,7 +113,7 @@ def test_what_is_no_run_is_said_in_its_own_words(train, tmp_path, refused):
 
 
 def test_a_checkpoint_of_other_code_is_refused_in_a_sentence(train, refused):
-    """best.pt under the name of a step, a weight that the model does not have, and a setting."""
+    """best.pt as a step, a weight that the model does not have, optimizer states, and a setting."""
     folder = train("run", "--max_iters=3")
     file = folder / "step_000003.pt"
     content = torch.load(file, weights_only=True, mmap=False)
@@ -123,6 +123,10 @@ def test_a_checkpoint_of_other_code_is_refused_in_a_sentence(train, refused):
     weight = torch.zeros(1)
     torch.save(content | {"model": content["model"] | {"trunk.mine": weight}}, file)
     refused(train, *resume, says=("does not fit this run: ", "trunk.mine"))
+    (saved,) = content["optimizers"]
+    for state in ({"state": {}}, saved | {"param_groups": [{}, {}]}, saved | {"state": []}):
+        torch.save(content | {"optimizers": [state]}, file)
+        refused(train, *resume, says="the checkpoint of step 3 does not fit this run: ")
     torch.save(content | {"config": content["config"] | {"dropout": 0.1}}, file)
     refused(train, *resume, says="was trained with dropout = 0.1, so it cannot be resumed")
 

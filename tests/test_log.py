@@ -11,7 +11,7 @@ import pytest
 
 from config import Config
 from errors import UserError
-from runtime.log import Log, start_wandb, wandb_settings
+from runtime.log import Log, read_metrics, start_wandb, wandb_settings
 from tests.faults import arguments, run_command
 from tests.runs import metrics
 
@@ -158,6 +158,14 @@ def test_a_resumed_run_sends_wandb_every_step_once(tmp_path, monkeypatch):
     ]
     assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": "x1"}
     assert metrics(tmp_path) == dict.fromkeys(range(6), 1.0)
+
+
+def test_lines_that_are_no_metrics_are_left_out(tmp_path):
+    """Half a line of a killed process, and JSON too deep to be parsed."""
+    line = {"step": 1, "loss": 2.0}
+    lines = [json.dumps(line), '{"step": 2, "lo', "[" * 100_000, "3"]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert read_metrics(tmp_path) == [line]
 
 
 def test_a_run_goes_on_where_wandbs_process_has_died(tmp_path, monkeypatch, capsys):
