@@ -426,11 +426,17 @@ def check_each_setting(config: Config) -> None:
     """Raise UserError if a value has the wrong type or is out of range.
 
     A whole number is stored as the setting's type: 3 for a float as 3.0, 1e3 for an int as 1000. A
-    window that is a share of block_size is stored as its number of tokens.
+    window that is a share of block_size is stored as its number of tokens; no other window may have
+    a decimal point or an exponent.
     """
     for key, hint in HINTS.items():
         value = getattr(config, key)
-        if key in ("window", "local_window") and isinstance(value, float) and 0 < value < 1:
+        if key in ("window", "local_window") and isinstance(value, float):
+            if not 0 < value < 1:  # 1.0 is all of block_size to one reader, one token to another
+                raise UserError(
+                    f"{key} = {value} must be a share of block_size below 1, such as 0.25, or a "
+                    "whole number of tokens, such as 64"
+                )
             value = max(1, int(value * config.block_size))  # block_size has been checked
         check_limits(key, value, hint)
         if type(value) is int and float in TYPES[key]:

@@ -499,5 +499,8 @@ def test_a_window_below_1_is_a_share_of_the_training_length():
     assert hybrid.local_window == 4
     assert Config(block_size=2, total_batch_size=2, window=0.25).window == 1
     assert Config(window=256).replace(block_size=512).window == 256
-    with pytest.raises(UserError, match="window = 1.5 is float; it must be int or None"):
-        Config(window=1.5)
+    for key in ("window", "local_window"):
+        for value in (1.0, 1.5, 1e3, 0.0, -0.5):
+            says = f"{key} = {value} must be a share of block_size below 1, such as 0.25, or"
+            with pytest.raises(UserError, match=says):
+                Config(nope_share=0.5, **{key: value})
