@@ -241,17 +241,23 @@ def check_agreement(
         if key != "data_dir":  # each node may have its own copy
             facts[key] = settings[key]
     facts["dtype"] = str(dtype).removeprefix("torch.")  # "auto" depends on the GPU
-    for name, digest in identity.items():
-        facts[f"hash of the {name}"] = digest
     # DDP would copy rank 0's weights over a difference
     facts["step of the checkpoint in out_dir"] = state.step if state else None
-    first, *others = all_gather(facts)
-    for number, other in enumerate(others, start=1):
+    (first_identity, first), *others = all_gather((identity, facts))
+    for number, (other_identity, other) in enumerate(others, start=1):
+        differing = data_difference(first_identity, other_identity)
+        if differing is not None:
+            raise UserError(
+                f"{config.data_dir}: rank {number}'s {differing} differ from rank 0's: copy the "
+                "same data to every node"
+            )
         for key, value in first.items():
-            if other.get(key) != value:
+            if other[key] != value:
+                remedy = "every rank needs the same settings and checkpoints"
+                if key == "dtype" and config.dtype == "auto":
+                    remedy = "give --dtype=float16, or GPUs of one kind"
                 raise UserError(
-                    f"{key} is {other.get(key)!r} on rank {number}, {value!r} on rank 0: every "
-                    "rank needs the same settings, data and checkpoints"
+                    f"{key} is {other[key]!r} on rank {number}, {value!r} on rank 0: {remedy}"
                 )
 
 

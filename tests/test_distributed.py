@@ -155,7 +155,7 @@ def test_ranks_that_read_different_files_all_end_with_the_same_words(shards, tmp
         folders[rank] = {"chdir": node, "output": tmp_path / f"output{rank}"}
     if fault == "edited":
         reverse_shard(data / "text_train_000002.bin")
-        says = "error: hash of the training shards is "
+        says = "error: data: rank 1's training shards differ from rank 0's: copy the same data "
     elif fault == "window":
         (node / "own.py").write_text("window = 9\n")
         says = "error: window is 9 on rank 1, 8 on rank 0: every rank needs the same settings"
@@ -177,13 +177,32 @@ def test_gpus_of_two_kinds_end_on_every_rank_with_the_same_words(monkeypatch, ra
     """Rank 0 would train in bfloat16, rank 1 in float16."""
 
     def gather(value):
-        values = [value | {"dtype": name} for name in ("bfloat16", "float16")]
+        identity, facts = value
+        values = [(identity, facts | {"dtype": name}) for name in ("bfloat16", "float16")]
         values[rank] = value
         return values
 
     monkeypatch.setattr("train.all_gather", gather)
-    with pytest.raises(UserError, match="dtype is 'float16' on rank 1, 'bfloat16' on rank 0"):
+    says = "dtype is 'float16' on rank 1, 'bfloat16' on rank 0: give --dtype=float16, or GPUs"
+    with pytest.raises(UserError, match=says):
         check_agreement(Config(), {}, dtype, state=None)
+
+
+def test_a_rank_whose_copy_of_the_data_has_no_meta_json_agrees(monkeypatch):
+    """As where the shards alone were copied to its node."""
+    copied = {"training shards": "a", "validation shards": "b"}
+    whole = copied | {"text": "c"}
+
+    def gather(value):
+        _, facts = value
+        return [(identity, facts) for identity in ranks]
+
+    monkeypatch.setattr("train.all_gather", gather)
+    for ranks in ((whole, copied), (copied, whole)):
+        check_agreement(Config(), ranks[0], torch.float32, state=None)
+    ranks = (copied, whole | {"validation shards": "d"})
+    with pytest.raises(UserError, match="rank 1's validation shards differ from rank 0's"):
+        check_agreement(Config(), copied, torch.float32, state=None)
 
 
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
