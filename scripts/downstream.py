@@ -16,6 +16,7 @@ requirements-eval.txt and, the first time that it reads a task's data, a network
 import functools
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,14 +89,19 @@ class Downstream(Evaluation):
         import lm_eval
 
         model = harness_model(run, self.longest(run.config))
-        results = lm_eval.simple_evaluate(
-            model,
-            tasks=tasks[name],
-            task_manager=manager,
-            limit=self.limit,
-            bootstrap_iters=BOOTSTRAP_ITERS,
-            log_samples=False,
-        )
+        try:
+            results = lm_eval.simple_evaluate(
+                model,
+                tasks=tasks[name],
+                task_manager=manager,
+                limit=self.limit,
+                bootstrap_iters=BOOTSTRAP_ITERS,
+                log_samples=False,
+            )
+        except (AssertionError, ValueError) as error:  # the harness's own checks
+            print(file=sys.stderr)  # the harness's progress bar has no end of line
+            reason = str(error) or f"an answer has no or over {model.max_length} tokens"
+            raise UserError(f"task {name} cannot be evaluated: {reason}") from error
         return {key: results[key] for key in KEPT}
 
     def show(self, results: Results) -> dict[str, Figure]:

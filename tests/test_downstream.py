@@ -277,8 +277,13 @@ def test_a_group_and_its_tasks(tasks, evaluate, run, capsys):
     ]
 
 
-def test_refuses(evaluate, run, refused):
+def test_refuses(tasks, evaluate, run, refused):
     refused(evaluate, run, "choise", says=("task choise cannot be loaded", "lm_eval ls tasks"))
     needs = "needs the data in HF_HOME, and HF_HUB_OFFLINE=1"
     refused(evaluate, run, "arc_easy", says=needs)
+    generation(tasks, ASKED, max_gen_toks=MAX_LENGTH, until=["."])
+    too_long = "max tokens to generate (40) must be less than model's maximum sequence length (40)"
+    refused(evaluate, run, "gen", says=("task gen cannot be evaluated: ", too_long))
+    too_long = "task choice cannot be evaluated: an answer has no or over 8 tokens"
+    refused(evaluate, run, "choice", "--max_length=8", says=too_long)
     assert not (run / "downstream.json").exists()
