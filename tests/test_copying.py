@@ -12,6 +12,7 @@ from data.shards import read_shard, write_shard
 from layers.build import build_model
 from runtime import checkpoint, run_folder
 from scripts import copying
+from scripts.common.plots import draw_by_length
 from tests.helpers import not_blank, read_table, saved_run, small_config, stub_run
 
 
@@ -85,6 +86,15 @@ def test_where_there_is_no_share():
     assert copying.shares_kept(result) == {16: 1 / 1.5, 32: 1 / 1.5}
     parts["32"]["loss"] = 3.6  # above the 3.5 within 16 tokens without the first copy
     assert copying.shares_kept(result) == {16: 1 / 1.5, 32: "hurt"}
+
+
+def test_the_legend_says_what_the_band_is():
+    parts = {lag: {"loss": 2.0, "worth": [0.5, 1.5]} for lag in ("4", "8", "12", "32")}
+    curve = copying.worth_curve("run", {"trained_length": 16, "parts": parts}, is_control=False)
+    figure = draw_by_length([], "", [curve], "lag", copying.UNIT)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.texts] == ["run", "standard error"]
+    assert curve.deviation == pytest.approx([0.5] * 4)
 
 
 def test_the_command(shards, call, tmp_path, capsys, refused):

@@ -19,7 +19,7 @@ from runtime import checkpoint
 from scripts import export_hf
 from scripts.common.options import Options
 from scripts.common.runs import load_run
-from tests.helpers import saved_run, small_model
+from tests.helpers import ROWS, saved_run, small_model
 from tests.runs import ROOT, metrics
 from tests.test_data_tokenizer import TEXTS, random_texts
 
@@ -153,6 +153,15 @@ def test_an_export_is_the_run(folder):
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("case", [*ROWS, "t6.py", "hybrid.py --sink=learned"])
+@torch.no_grad()
+def test_every_config_is_loaded(case, tmp_path):
+    """transformers builds the model on the meta device, then reads the weights."""
+    run, model = load_in_transformers(tmp_path, case)
+    x = tokens(16)
+    assert_close(model(x).logits, run.model(x), rtol=0, atol=1e-6)
 
 
 @torch.no_grad()

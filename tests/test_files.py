@@ -80,13 +80,18 @@ def test_a_network_share_that_cannot_sync_folders(tmp_path, monkeypatch):
     assert files.read_json(tmp_path / "file.json") == 1
 
 
-def test_nothing_is_written_through_a_link(tmp_path):
+def test_nothing_is_written_through_a_link(tmp_path, monkeypatch):
+    """Not by a temporary file, not even where its name was guessed, nor by the lock or target."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
     folder = tmp_path / "run"
     folder.mkdir()
-    for name in ("config.json", ".lock"):
+    for name in (".config.json.0a1b2c3d.tmp", "config.json", ".lock"):
         (folder / name).symlink_to(precious)
+    with monkeypatch.context() as patch:
+        patch.setattr(files.secrets, "token_hex", lambda size: "0a1b2c3d")
+        with pytest.raises(UserError, match="config.json: cannot be written: File exists"):
+            files.write_json(folder / "config.json", {})
     files.write_json(folder / "config.json", {})
     assert not (folder / "config.json").is_symlink()
     with pytest.raises(UserError, match="Too many levels of symbolic links"):

@@ -801,17 +801,7 @@ def greedy(model, ids, new):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "case",
-    [
-        *TPA,
-        *COMBINED,
-        "fox.py",
-        "asentmax.py",
-        "stick_breaking.py",
-        "lssa.py --positions=learned",
-    ],
-)
+@pytest.mark.parametrize("case", [*ROWS, *TPA, *COMBINED, "lssa.py --positions=learned"])
 def test_prompts_of_several_lengths_are_continued_as_each_alone(case):
     """In one batch, also beyond the training length, with RoPE scaled for each text's length."""
     model = small_model(case, "--tie_embeddings=False", "--block_size=8")

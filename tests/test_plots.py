@@ -1,5 +1,7 @@
 """What the pictures of several commands have in common."""
 
+import pytest
+
 from scripts.common.plots import Curve, draw_curves, save_picture
 from tests.helpers import not_blank
 
@@ -19,3 +21,46 @@ def test_a_saved_picture_has_the_format_of_its_suffix(tmp_path, monkeypatch, cap
         assert path.read_bytes().startswith(expected)
         assert capsys.readouterr().out == f"picture: {name}\n"
     assert not_blank(tmp_path / "a.png")
+
+
+def test_a_reference_takes_no_style_of_a_curve():
+    chance = Curve("chance", [1, 2], [5, 5], style="reference")
+    a = Curve("a", [1, 2], [3, 4])
+    b = Curve("b", [1, 2], [4, 3])
+    panels = {"one": [chance, a], "two": [b, chance]}
+    figure = draw_curves(panels, "x", "y")
+    styles = {}
+    for axes in figure.axes:
+        for line in axes.lines:
+            label = line.get_label()
+            style = (line.get_color(), line.get_marker(), line.is_dashed())
+            assert styles.setdefault(label, style) == style
+    assert styles == {
+        "chance": ("0.3", "None", True),
+        "a": ("C0", "o", False),
+        "b": ("C1", "s", False),
+    }
+
+
+@pytest.mark.parametrize(
+    "panels, count, label",
+    [
+        (1, 2, "a"),
+        (1, 9, "b" * 40),
+        (3, 43, "c" * 25),
+    ],
+)
+def test_a_legend_takes_a_fifth_of_the_picture_at_most(tmp_path, panels, count, label):
+    curves = []
+    for i in range(count):
+        curves.append(Curve(f"{label} {i}", [1, 2], [i, i]))
+    curves.append(Curve(f"{label} 0", [1, 2], [0, 1], style="thin"))
+    titles = map(str, range(panels))
+    figure = draw_curves(dict.fromkeys(titles, curves), "x", "y", thin="thin: a window")
+    save_picture(figure, tmp_path / "a.png")
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert len(legend.get_texts()) == count + 1
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
+    assert box.height < figure.bbox.height / 5

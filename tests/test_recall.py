@@ -18,7 +18,8 @@ from errors import UserError
 from evaluation import mean_loss
 from layers.build import build_model
 from scripts import eval_length, recall
-from scripts.reproduce import kinds
+from scripts.common.tables import paired, summarise
+from scripts.reproduce import kinds, pictures
 from tests.helpers import SMALL, not_blank, read_table, saved_run, small_config, write_scale
 from tests.runs import assert_same_run, metrics
 
@@ -376,6 +377,28 @@ def test_a_dashed_line_is_the_level_of_chance():
         f"sort, {repeated}": [36.2, 93.8],
         f"latest, {in_view}": [31.5, 31.5],
     }
+
+
+def test_the_picture_of_a_table_has_the_level_of_chance():
+    measured = {"recall": "sort", "trained_length": 64, "proportional": False}
+    run = {"seed": 1, "evaluation": measured}
+    softmax = summarise([run | {"values": [90.0, 50.0]}]) | {"paper": None}
+    ssmax = summarise([run | {"values": [95.0, 60.0]}]) | {"paper": None}
+    ssmax["difference"] = paired(ssmax, softmax)
+    table = {
+        "scale": "tiny",
+        "unit": "%",
+        "multiples": [1, 16],
+        "columns": ["1x, 64", "16x, 1,024"],
+        "baseline": "softmax",
+        "rows": {"softmax": softmax, "ssmax": ssmax},
+    }
+    figure = pictures.together(table)
+    accuracies, differences = figure.axes
+    lines = {line.get_label(): line.get_ydata() for line in accuracies.lines}
+    assert lines["chance: repeating the last answer"] == pytest.approx([36.2, 93.75], abs=0.05)
+    assert [line.get_label() for line in differences.lines] == ["ssmax"]
+    assert differences.get_title() == "minus softmax, with the same seed"
 
 
 def test_pairs_in_proportion():
