@@ -112,7 +112,7 @@ def rope_sees_beyond(model: GPT, length: int) -> bool:
 
 @torch.no_grad()
 def check_windows(model: GPT, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise UserError if the model's layers see more than a window shows them.
+    """Raise UserError if layers see more than a window shows them, or outputs are not finite.
 
     With a window of 2 the last position of n layers depends on the last n + 1 inputs. Of three
     sequences of n + 2 random inputs, the second differs from the first in its first input alone,
@@ -131,6 +131,8 @@ def check_windows(model: GPT, device: torch.device, dtype: torch.dtype) -> None:
     x[2, -2] = torch.randn(config.n_embd, generator=generator)
     with autocast(device, dtype):
         outputs = probe.trunk(x.to(model.wte.weight))
+    if not outputs.isfinite().all():
+        raise UserError("the outputs of this model are not finite: its weights may not be either")
     if depends_on_hidden(outputs[:, -1], HIDDEN_SHARE[dtype]):
         raise UserError(
             "the layers of this model see more than a window shows them, to which --window or the "

@@ -194,9 +194,8 @@ def read_run(folder: str | Path) -> dict[str, Any]:
     content = read_json(path, dict[str, Any])
     if content is None:
         hint = did_you_mean_run(folder)
-        raise UserError(
-            f"{path.parent} has no config.json; {hint}a run is a folder that train.py made"
-        )
+        lack = "has no config.json" if path.parent.exists() else "does not exist"
+        raise UserError(f"{path.parent} {lack}; {hint}a run is a folder that train.py made")
     if "model_type" in content:
         raise UserError(
             f"{folder} is a model of transformers, not a run: write it {PRETRAINED}{folder}"

@@ -24,7 +24,7 @@ columns are means over rows:
 
 RUN/attention_maps.json is a list of measurements:
 
-    variant, seed, step, sha256, trained_length, dtype
+    variant, seed, step, sha256, trained_length, dtype, p, window
     attention, rope, rope_factor, rope_theta, log_base
     layer               from 0
     data_dir, tokens    of the validation tokens; null and 0 for a text alone
@@ -153,6 +153,8 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
         layer = self.layer_of(config)
         if self.tokens == 0:
             return NO_TEXT | {"layer": layer, "tokens": 0}
+        if min(self.lengths_of(config)) < 2:
+            raise UserError("--lengths must be at least 2: a single key leaves no choice")
         return {"layer": layer, "tokens": self.validation(config)[:, 1:].size}
 
     def chunks(self, config: Config) -> dict[str, Any]:

@@ -219,6 +219,7 @@ def test_refuses_before_anything_is_written(trained, call, refused):
     refused(call, attention_maps, trained, "--layer=2", says="layers 0 to 1")
     refused(call, attention_maps, trained, "--text=a", says="1 tokens; a map takes 2 to 2048")
     refused(call, attention_maps, trained, f"--text={'a' * 2049}", says="--text has 2049 tokens")
+    refused(call, attention_maps, trained, "--lengths=1", says="--lengths must be at least 2")
     assert not list(trained.glob("attention_*"))
 
 

@@ -26,7 +26,7 @@ assert "torch" not in sys.modules
 
 def test_a_missing_run_is_refused_with_the_nearest_name(run, call, refused):
     missing = run.with_name(run.name + "x")
-    refused(call, curves, missing, says=("has no config.json", f"did you mean {run}?"))
+    refused(call, curves, missing, says=("does not exist", f"did you mean {run}?"))
 
 
 def test_the_curves_of_a_run_in_training(run, call):

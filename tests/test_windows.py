@@ -1,5 +1,7 @@
 """The sliding-window control of models whose layers have different windows."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,6 +165,14 @@ def test_attention_that_ignores_the_window_has_no_control(
     (before,) = measured_losses(run)
     call(eval_length, run, *LENGTHS, "--no_control")
     assert measured_losses(run) == [before]
+
+
+def test_a_model_that_is_not_finite_is_not_said_to_ignore_windows(shards, call, tmp_path, refused):
+    model = small_model("softmax.py", f"--data_dir={shards}", "--val_tokens=256").float()
+    with torch.no_grad():
+        model.trunk.ln_f.weight.fill_(math.nan)
+    run = saved_run(tmp_path / "run", model)
+    refused(call, eval_length, run, *LENGTHS, says="the outputs of this model are not finite")
 
 
 @pytest.mark.usefixtures("pictures")

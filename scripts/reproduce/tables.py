@@ -609,7 +609,7 @@ EXPERIMENTS = {
         ),
     ),
     "ssmax_figure2": Experiment(
-        title="SSMax Fig. 2, learnt p_n",
+        title="SSMax Fig. 2, learned p_n",
         unit="p_n as a_1 log n + a_2",
         entries=(SSMAX_PROBE,),
         columns=("a_1", "a_2", "R²"),
