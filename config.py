@@ -437,7 +437,7 @@ def check_each_setting(config: Config) -> None:
                     f"{key} = {value} must be a share of block_size below 1, such as 0.25, or a "
                     "whole number of tokens, such as 64"
                 )
-            value = max(1, int(value * config.block_size))  # block_size has been checked
+            value = max(1, round(value * config.block_size))  # block_size has been checked
         check_limits(key, value, hint)
         if type(value) is int and float in TYPES[key]:
             value = float(value)
