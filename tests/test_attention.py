@@ -21,7 +21,6 @@ from attention_paths.check import check_computation, check_variant
 from attention_paths.module import Attention
 from attention_paths.reference import NO_CONTEXT, Context, ReferenceAttention
 from errors import UserError
-from layers.documents import positions_in_documents
 from layers.heads import build_attentions
 from tests import textbook
 from tests.helpers import ATTENTIONS as ROWS
@@ -106,6 +105,22 @@ def assert_finite(*tensors):
 
 
 # ---- the formulas ----
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_formula(case):
+    attn = build(case).double()
+    shapes = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (33, 33)]
+    shapes += [(1, 4), (2, 5), (3, 5), (1, 33), (5, 20)]
+    calls = [(*shape, NO_CONTEXT) for shape in shapes]
+    calls.append((4, 6, Context(score_scale=1.7)))
+    positions = torch.tensor([[1, 2, 0, 0, 1], [2, 3, 4, 5, 6]])
+    calls.append((5, 7, Context(document_positions=positions)))
+    for Lq, Lk, context in calls:
+        q, k, v = draw(Lq, Lk, seed=Lk)
+        expected = textbook.weights(attn, q, k, context)
+        assert_near(attn.weights(q, k, context), expected)
+        assert_near(attn(q, k, v, context), expected @ v)
 
 
 def test_learnables_start_at_their_settings():
@@ -243,73 +258,44 @@ def test_recomputed_blocks_draw_the_same_random_numbers(monkeypatch):
 def with_gradients(function, attn, inputs, context=NO_CONTEXT):
     """The output of function(q, k, v, context), and its gradients by inputs and parameters.
 
-    The inputs begin with q, k and v. The gradient by an input that is not used is 0.
+    The inputs begin with q, k and v.
     """
     q, k, v, *_ = inputs
     out = function(q, k, v, context)
     gradient = torch.linspace(-1, 2, out.numel(), dtype=out.dtype)
-    gradients = torch.autograd.grad(
-        out,
-        [*inputs, *attn.parameters()],
-        gradient.view_as(out),
-        allow_unused=True,
-        materialize_grads=True,
-    )
+    by = [*inputs, *attn.parameters()]
+    gradients = torch.autograd.grad(out, by, gradient.view_as(out))
     return [out, *gradients]
 
 
-IS_START = torch.zeros(2, 16, dtype=torch.bool)
-IS_START[0, [5, 6, 14]] = True
-IS_START[1, 12] = True
-DOCUMENT_POSITIONS = positions_in_documents(IS_START)
-
-# Numbers of queries and keys, the window, and whether attention is within documents; more keys than
-# the training length of 16, too.
-CALLS = [
-    (5, 5, None, False),
-    (33, 33, None, False),
-    (1, 33, None, False),
-    (11, 11, 1, False),
-    (3, 30, 20, False),
-    (16, 16, None, True),
-    (12, 16, 3, True),
-]
-
-
-@pytest.mark.parametrize("forget", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_every_path_equals_the_formula(case, forget, small_blocks, monkeypatch):
-    """Weights, outputs and gradients."""
+def test_every_path_equals_the_formula(case, small_blocks, monkeypatch):
+    """With a window and without; more than the 16 keys of the training length, too."""
     monkeypatch.setattr(blocked, "KEEP_SCORES", 100)  # of the first alone
     paths = ["reference", "auto"]
-    if case in SDPA_CASES and not forget:  # elsewhere "auto" is "blocked"
+    if case in SDPA_CASES:  # elsewhere "auto" is "blocked"
         paths.append("blocked")
-    for Lq, Lk, window, document_mask in CALLS:
-        generator = torch.Generator().manual_seed(Lk)
-        u, w = torch.randn(2, 2, 2, Lq, dtype=torch.float64, generator=generator)
-        gates = torch.randn(2, 2, Lk, dtype=torch.float64, generator=generator)
-        inputs = leaves(*draw(Lq, Lk, seed=Lk), u, w, -gates.abs())
-        q, k, _, u, w, log_forget = inputs
-        positions = None
-        if document_mask:
-            positions = DOCUMENT_POSITIONS[:, Lk - Lq :]
-        context = Context(
-            score_scale=1.7,
-            row_inputs={"u": u, "w": w},
-            log_forget=log_forget if forget else None,
-            document_positions=positions,
-        )
+    for Lq, Lk, window in (
+        (11, 11, 1),
+        (11, 11, 3),
+        (10, 12, 5),
+        (1, 9, 6),
+        (3, 30, 20),
+        (10, 10, None),
+    ):
+        B = 1 if window else 2
+        inputs = leaves(*draw(Lq, Lk, seed=Lk, B=B))
         with_window = f"--window={window}"
         reference = build(case, with_window, "--attention_impl=reference").double()
-        expected_weights = textbook.weights(reference, q, k, context)
-        assert_near(reference.weights(q, k, context), expected_weights)
+        q, k, _ = inputs
+        expected_weights = textbook.weights(reference, q, k)
+        assert_near(reference.weights(q, k), expected_weights)
         formula = functools.partial(textbook.attention, reference)
-        expected = with_gradients(formula, reference, inputs, context)
+        expected = with_gradients(formula, reference, inputs)
         for path in paths:
             attn = build(case, with_window, f"--attention_impl={path}").double()
-            actual = with_gradients(attn, attn, inputs, context)
-            assert_near(actual[0], expected[0])
-            assert_near(actual, expected, atol=1e-9)
+            actual = with_gradients(attn, attn, inputs)
+            assert_near(actual, expected)
 
 
 class MinimumsAreOfFloats(TorchDispatchMode):

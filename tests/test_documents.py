@@ -9,16 +9,25 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from attention_paths.reference import Context
 from data.loader import Batching, TokenLoader, validation_tokens
 from data.shards import read_shard, write_shard
 from errors import UserError
 from generation import generate
 from layers.cache import KVCache
+from layers.documents import positions_in_documents
 from model import compile_model
 from runtime.config_files import load_config
 from tests.helpers import small_config, small_model
 from tests.runs import metrics, weights
-from tests.test_attention import assert_near
+from tests.test_attention import (
+    CASES,
+    SDPA_CASES,
+    assert_near,
+    build,
+    draw,
+    leaves,
+)
 from tests.test_model import COMBINED, TPA, hidden_by_chunks
 
 END = 256  # end-of-text of bytes
@@ -54,9 +63,82 @@ def each_document():
             yield slice(b, b + 1), slice(start, end)
 
 
+def packed_context(row_inputs, log_forget):
+    positions = positions_in_documents(packed_tokens() == END)
+    return Context(1.0, row_inputs, log_forget, positions)
+
+
 def trunk_parameters(model):
     """The parameters on which hidden states depend."""
     return [p for name, p in model.named_parameters() if "lm_head" not in name]
+
+
+# ---- a layer's attention ----
+
+
+def gradients_of(out, tensors, gradient):
+    """The gradient of each tensor; `out` may not depend on one, whose gradient is then 0."""
+    return torch.autograd.grad(
+        out,
+        tensors,
+        gradient,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+
+
+@pytest.mark.parametrize("forget", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_every_path_computes_each_document_alone(case, forget, small_blocks):
+    """Values and gradients, with a window and without."""
+    generator = torch.Generator().manual_seed(1)
+    u, w, decay = torch.randn(3, 2, 2, 16, dtype=torch.float64, generator=generator)
+    inputs = leaves(*draw(16, 16), u, w, -decay.abs())
+    q, k, v, u, w, log_forget = inputs
+    row_inputs = {"u": u, "w": w}
+    if not forget:
+        log_forget = None
+    gradient = torch.linspace(-1, 2, v.numel(), dtype=v.dtype).view_as(v)
+    paths = ["reference", "auto"]
+    if case in SDPA_CASES and not forget:  # elsewhere "auto" is "blocked"
+        paths.append("blocked")
+    for window in (None, 3):
+        alone = build(case, f"--window={window}", "--attention_impl=reference").double()
+        context = Context(1.0, row_inputs, log_forget)
+        outputs = []
+        for b, tokens in each_document():
+            document = context.select(sequences=b, queries=tokens, keys=tokens)
+            outputs.append(alone(q[b, :, tokens], k[b, :, tokens], v[b, :, tokens], document))
+        first_sequence = torch.cat(outputs[:4], dim=2)
+        second_sequence = torch.cat(outputs[4:], dim=2)
+        expected = torch.cat((first_sequence, second_sequence))
+        learned = [*inputs, *alone.parameters()]
+        expected_gradients = gradients_of(expected, learned, gradient)
+        for path in paths:
+            attn = build(case, f"--window={window}", f"--attention_impl={path}").double()
+            out = attn(q, k, v, packed_context(row_inputs, log_forget))
+            learned = [*inputs, *attn.parameters()]
+            gradients = gradients_of(out, learned, gradient)
+            assert_near(out, expected)
+            for actual, exact in zip(gradients, expected_gradients, strict=True):
+                assert_near(actual, exact, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_gradient_crosses_the_bounds_of_a_document(case):
+    """Nor does it come from later tokens: exactly 0, in each row by itself."""
+    attn = build(case, "--attention_impl=reference").double()
+    q, k, v = leaves(*draw(16, 16, H=2))
+    A = attn.weights(q, k, packed_context({}, None))
+    for b, bounds in enumerate(BOUNDS):
+        for start, end in pairwise(bounds):
+            row = A[b, :, end - 1]  # of the last query
+            loss = row.square().sum()
+            (gradient,) = torch.autograd.grad(loss, k, retain_graph=True)
+            for x in (row, gradient[b].sum(-1)):
+                assert not x[:, :start].any()
+                assert not x[:, end:].any()
+    assert not A.triu(1).any()
 
 
 # ---- a model ----

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from layers import losses
 from layers.losses import LinearCrossEntropy, softmax_
+from tests.helpers import small_model
 
 WIDTH = 6
 N_VOCAB = 19
@@ -104,6 +105,19 @@ def test_token_losses_equal_those_of_all_logits(chunk_sizes):
     by_columns = targets.T.contiguous().T  # the same targets, in another order in memory
     again = losses.token_losses(x, weight, by_columns, N_VOCAB)
     torch.testing.assert_close(again, actual, rtol=0, atol=0)
+
+
+def test_a_model_has_these_losses():
+    model = small_model("lssa.py")
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randint(257, (2, 3, 20), generator=generator)
+    logits = model(x).flatten(0, 1)
+    expected = F.cross_entropy(logits, y.flatten(), reduction="none")
+    loss = model(x, y)
+    torch.testing.assert_close(loss, expected.mean(), rtol=1e-9, atol=0)
+    token_losses = model.token_losses(x, y)
+    assert token_losses.dtype == torch.float32
+    torch.testing.assert_close(token_losses.flatten(), expected.float(), rtol=1e-6, atol=1e-6)
 
 
 def test_without_a_target_the_loss_is_nan():

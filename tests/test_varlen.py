@@ -20,7 +20,6 @@ from layers.documents import positions_in_documents
 from layers.selfcheck import MANY_KEYS, attentions_by_path, check_kernels, why_not_faster
 from tests.helpers import small_config
 from tests.test_attention import (
-    DOCUMENT_POSITIONS,
     SDPA_CASES,
     assert_near,
     build,
@@ -28,6 +27,7 @@ from tests.test_attention import (
     leaves,
     with_gradients,
 )
+from tests.test_documents import END, packed_tokens
 from train import check_capacity
 
 BFLOAT16 = torch.bfloat16
@@ -79,7 +79,7 @@ def test_the_call_computes_the_reference(case, kv_heads, window, documents, monk
     inputs = leaves(q, k[:, :kv_heads], v[:, :kv_heads])
     context = NO_CONTEXT
     if documents:
-        context = Context(document_positions=DOCUMENT_POSITIONS)
+        context = Context(document_positions=positions_in_documents(packed_tokens() == END))
     expected = with_gradients(attn, attn, inputs, context)
     call = functools.partial(varlen.varlen, attn)
     assert_near(with_gradients(call, attn, inputs, context), expected)
