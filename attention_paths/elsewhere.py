@@ -120,7 +120,7 @@ def read_mask(
 
 
 def count_keys(mask: Tensor) -> int:
-    """Return how many keys of a mask [B, Lq, Lk] are in use: a static cache has capacity for more.
+    """Return how many keys of a mask [B, Lq, Lk] are in use: a static cache has room for more.
 
     The last key that a query sees is its own position, unless the query is padding on the right.
     """

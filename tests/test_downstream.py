@@ -15,6 +15,7 @@ from runtime.files import read_json
 from scripts import downstream
 from scripts.common.options import Options
 from scripts.common.runs import load_run
+from scripts.export_hf import transformers_model, transformers_tokenizer
 from scripts.reproduce import kinds
 from tests.helpers import saved_run, small_model, write_task
 
@@ -205,6 +206,42 @@ def test_sequences_of_up_to_the_training_length_share_batches(run):
     loaded = load_run(run, Options(device="cpu"))
     assert downstream.harness_model(loaded, 16).batch_size == downstream.BATCH_TOKENS // 16
     assert downstream.harness_model(loaded, 17).batch_size == 1
+
+
+def test_a_batch_has_the_scores_of_each_request_alone(tasks, tmp_path):
+    """In the harness's own model of an exported run; beyond the training length in generation."""
+    from lm_eval.models.huggingface import HFLM
+
+    run = saved_run(tmp_path / "run", small_model("lssar_p15.py").float())
+    run = load_run(run, Options(device="cpu"))
+    generation(tasks, ASKED, max_gen_toks=6, until=["\0\0"])
+    downstream.load_tasks.cache_clear()
+    manager, loaded = downstream.load_tasks(("choice", "last", "gen"))
+    for max_length, names in ((None, ("choice", "last", "gen")), (MAX_LENGTH, ("gen",))):
+        answers = []
+        for batch_size in (1, 8):
+            harness = HFLM(
+                transformers_model(run),
+                tokenizer=transformers_tokenizer(run.config),
+                batch_size=batch_size,
+                max_length=max_length,
+            )
+            chosen = [task for name in names for task in loaded[name]]
+            results = lm_eval.simple_evaluate(harness, tasks=chosen, task_manager=manager)
+            answers.append(
+                {
+                    (name, sample["doc_id"]): sample["filtered_resps"]
+                    for name, samples in results["samples"].items()
+                    for sample in samples
+                }
+            )
+        alone, batched = answers
+        assert len(alone) == (14 if max_length is None else 5)
+        for key, answer in alone.items():
+            if key[0] == "gen":
+                assert batched[key] == answer
+            else:
+                torch.testing.assert_close(torch.tensor(batched[key]), torch.tensor(answer))
 
 
 def test_a_whole_document_has_the_score_that_it_has_alone(tmp_path):

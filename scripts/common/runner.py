@@ -189,7 +189,7 @@ def identity(evaluation: Evaluation, config: Config) -> dict:
 def code_hash(evaluation: Evaluation) -> str:
     """A hash of the code in the files of an evaluation: of `measure`, its class and its bases.
 
-    Those of scripts.common and of Python do not count, nor do comments and formatting.
+    Files of scripts.common and of Python do not count, nor do comments and formatting.
     """
     sources = [inspect.getsourcefile(evaluation.measure)]
     for kind in type(evaluation).__mro__:
