@@ -27,7 +27,7 @@ RUN/attention_maps.json is a list of measurements:
     variant, seed, step, sha256, trained_length, dtype, p, window
     attention, rope, rope_factor, rope_theta, log_base
     layer               from 0
-    data_dir, tokens    of the validation tokens; null and 0 for a text alone
+    data_dir, tokens    of the validation tokens; null for a text alone
     parts               {"1024 tokens": {...}, "text: Some other text.": {...}}, each with
         length          of a window
         keys            groups of rows with up to 2, 4, 8, ... keys up to their position, including
@@ -63,6 +63,7 @@ from scripts.common.hf_models import (
     open_tokenizer,
     require_tokenizer,
 )
+from scripts.common.labels import title_of
 from scripts.common.papers import LSSAR
 from scripts.common.plots import panels
 from scripts.common.runner import NO_TEXT, Results, as_command
@@ -137,12 +138,12 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
     def identify(self, config: Config) -> dict:
         if not -config.n_layer <= self.layer < config.n_layer:
             raise UserError(
-                f"--layer {self.layer}: this model has layers 0 to {config.n_layer - 1}"
+                f"--layer {self.layer}: {config.out_dir} has layers 0 to {config.n_layer - 1}"
             )
         if config.document_mask:
             raise UserError(
-                "attention_maps counts all earlier tokens as keys: it cannot measure a run with "
-                "document_mask"
+                f"{config.out_dir} has document_mask: attention_maps cannot measure it, "
+                "because it counts all earlier tokens as keys"
             )
         text_tokens = len(self.ids(config))
         if config.longest is not None and text_tokens > config.longest:
@@ -152,7 +153,7 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
             )
         layer = self.layer_of(config)
         if self.tokens == 0:
-            return NO_TEXT | {"layer": layer, "tokens": 0}
+            return NO_TEXT | {"layer": layer, "tokens": None}
         if min(self.lengths_of(config)) < 2:
             raise UserError("--lengths must be at least 2: a single key leaves no choice")
         return {"layer": layer, "tokens": self.validation(config)[:, 1:].size}
@@ -183,7 +184,8 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
         """Print a table of every chunk, with a line for every run."""
         names = next(iter(results.values()))["parts"]
         for name in names:
-            print(f"\nlayer {self.layer}, {ascii(name[:46])}; means over heads and rows")
+            facts = [f"layer {self.layer}", ascii(name[:46]), title_of(results)]
+            print(f"\n{', '.join(filter(None, facts))}; means over heads and rows")
             table = [["", "length", *COLUMNS]]
             for run, result in results.items():
                 part = result["parts"][name]
@@ -199,7 +201,8 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
         layer = result["layer"]
         ids = self.ids(opened.config)
         A, keys = weights(opened, layer, torch.tensor([ids]))
-        return plot_maps(opened, layer, ids, A, keys)
+        facts = [opened.config.label, f"layer {layer}", title_of({"": result})]
+        return plot_maps(opened.config, ", ".join(filter(None, facts)), ids, A, keys)
 
 
 # ---- rows, by the number of keys ----
@@ -300,7 +303,7 @@ def mean_over_heads(part: dict, name: str) -> float:
 # ---- the tables and the pictures ----
 
 
-def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor, keys: Tensor) -> Figure:
+def plot_maps(config: Config, title: str, ids: list[int], A: Tensor, keys: Tensor) -> Figure:
     """All heads' weights A [H, L, L] on token ids [L], one panel each, clamped as in Figure A1.
 
     `keys` [H, L] is the number that each row sees.
@@ -320,11 +323,11 @@ def plot_maps(run: Run, layer: int, ids: list[int], A: Tensor, keys: Tensor) -> 
         image = axes.imshow(maps[head], vmin=low, vmax=CLAMP, cmap=colours)
         axes.set_title(f"head {head}", fontsize="small")
         if length <= WORDS:
-            words = [printable(run.config, token) for token in ids]
+            words = [printable(config, token) for token in ids]
             axes.set_xticks(range(length), words, rotation=90, fontsize=5)
             axes.set_yticks(range(length), words, fontsize=5)
     clamped = f"weights clamped to [{low:g}, {CLAMP:g}]; rows are queries"
-    figure.suptitle(f"{run.config.label}, layer {layer}: {clamped}", fontsize="medium")
+    figure.suptitle(f"{title}\n{clamped}", fontsize="medium")
     figure.colorbar(image, ax=all_axes, shrink=0.5)
     return figure
 

@@ -46,6 +46,7 @@ from errors import UserError
 from evaluation import head_windows, layer_attention_weights
 from scripts.common.command_line import option
 from scripts.common.groups import distances, sum_groups, with_nan, without_nan
+from scripts.common.labels import title_of
 from scripts.common.plots import Curve, draw_curves
 from scripts.common.runner import Results, as_command
 from scripts.common.runs import Run, model_on_meta
@@ -73,8 +74,8 @@ class WeightsByDistance(TextEvaluation):
     def identify(self, config: Config) -> dict:
         if config.document_mask:
             raise UserError(
-                "weights_by_distance counts all earlier tokens as keys: it cannot measure a run "
-                "with document_mask"
+                f"{config.out_dir} has document_mask: weights_by_distance cannot measure it, "
+                "because it counts all earlier tokens as keys"
             )
         windows_of = head_windows(model_on_meta(config, self.window))
         targets = self.text(config)[:, 1:]
@@ -118,10 +119,11 @@ class WeightsByDistance(TextEvaluation):
                 table.append(["", "length", *mean_of])
             cells = [f"{share:.4f}" for share in mean_of.values()]
             table.append([name, str(result["trained_length"]), *cells])
-        print("\nshare of positive weights, validation tokens in windows of the training length")
+        title = title_of(results)
+        print(f"\nshare of positive weights in windows of the training length, {title}")
         print_table(table, width=11)
         figure = draw_curves(
-            {"": curves},
+            {title: curves},
             "distance from the diagonal + 1, up to",
             "share of weights above 0",
             log="x",

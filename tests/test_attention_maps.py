@@ -10,8 +10,7 @@ import torch
 
 import evaluation
 from scripts import attention_maps
-from scripts.attention_maps import TEXT, group_sums, row_statistics, summary
-from scripts.common.runs import load_run
+from scripts.attention_maps import TEXT, AttentionMaps, group_sums, row_statistics, summary
 from tests.helpers import (
     HEAD_WINDOWS,
     not_blank,
@@ -100,8 +99,8 @@ def test_blocks_of_rows_make_the_same_weights(monkeypatch):
 # ---- windows ----
 
 
-def test_windows_by_layer(shards, call, tmp_path, pictures):
-    """With a pattern, and a limit of --window."""
+def test_windows_by_layer(shards, call, tmp_path, pictures, capsys):
+    """With a pattern, and a limit of --window, which the table and the picture name."""
     model = small_model("softmax.py --window=4 --window_pattern=SL", f"--data_dir={shards}")
     run = saved_run(tmp_path / "run", model.float())
     call(attention_maps, run, *FEW)
@@ -112,6 +111,10 @@ def test_windows_by_layer(shards, call, tmp_path, pictures):
     row = by_pattern["parts"]["16 tokens"]
     limited_row = limited["parts"]["16 tokens"]
     assert row["heads"] != limited_row["heads"]
+    _, limited_table = capsys.readouterr().out.split("layer -1, '16 tokens'")[1:]
+    assert limited_table.startswith(", rope none, window 9; means")
+    figure = AttentionMaps(window=9).draw_run(run, limited)
+    assert "layer 1, rope none, window 9" in figure.get_suptitle()
 
 
 @pytest.mark.parametrize("settings, windows", HEAD_WINDOWS)
@@ -133,7 +136,7 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
     first_ids = ids[0].tolist()
     first_maps = layers[1][0]
     keys = torch.from_numpy(visible.sum(-1))
-    figure = attention_maps.plot_maps(load_run(run), 1, first_ids, first_maps, keys)
+    figure = attention_maps.plot_maps(model.config, "", first_ids, first_maps, keys)
     for head in range(2):
         (image,) = figure.axes[head].images
         drawn = image.get_array().count()
@@ -211,7 +214,7 @@ def test_a_text_alone_needs_no_data(shards, call, tmp_path, pictures):
     run = saved_run(tmp_path / "run", model)
     call(attention_maps, run, "--tokens=0", "--data_dir=nowhere")
     (result,) = read(run)
-    assert result["tokens"] == 0
+    assert result["tokens"] is None
     assert result["layer"] == 1
 
 

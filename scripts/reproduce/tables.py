@@ -490,6 +490,7 @@ EXPERIMENTS = {
         evaluation=lambda config: AttentionMaps(tokens=0),
         values=map_columns,
         draw_first_seed=pictures.maps,
+        note="On the text of Figure A1.",
     ),
     "table3": Experiment(
         title="LSSAR Table 3, Figs. 1 and A7, Newton's law from orbits",
