@@ -369,7 +369,10 @@ EXPERIMENTS = {
         entries=all_entries(COMPONENTS),
         draw=in_panels(COMPONENTS),
         paper=TABLE1,
-        note="docs/results.md, LSSAR taken apart, has phi and the scale of each entry.",
+        note=(
+            "docs/results.md, What makes LSSAR flatter than softmax, has phi and the scale of each "
+            "entry."
+        ),
     ),
     "rope": loss_and_gain(
         title="RoPE scalings and variants",
