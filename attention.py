@@ -11,11 +11,11 @@ q and k are at unit length if the variant says `l2_normalise`. norm_i is the row
 of |phi|), or a function of n_i, T and learned scalars. A variant may have another stage 2, its
 `reweight`. Where a weight depends on the whole row, `row_weights` replaces phi, norm and stage 2.
 
-o_i is 0 for n_i <= 3 and in a row of equal weights, else 1 (LSSAR, Algorithm 1). n_i is i or, with
-a window of W keys, min(i, W). With `document_mask` i counts from the first token of the query's
-document. The papers have no windows and no document masks: every n in their formulas is read as
-n_i. T is the training length (block_size), also where a longer text is evaluated; L is the length
-of a call, and B its batch size.
+o_i is 0 for n_i <= 3, else 1 (LSSAR, Algorithm 1); ours is also 0 in a row of equal weights. n_i is
+i or, with a window of W keys, min(i, W). With `document_mask` i counts from the first token of the
+query's document. The papers have no windows and no document masks: every n in their formulas is
+read as n_i. T is the training length (block_size), also where a longer text is evaluated; L is the
+length of a call, and B its batch size.
 
 Any variant takes these settings of a layer, but a sink needs l1 and a phi that is never negative
 and positive at 0. They apply in this order:
@@ -69,7 +69,7 @@ class Phi:
     # phi takes negative values: l1 then sums absolute values, and stage 2 is refused.
     signed: bool = False
     # Maps a row's largest score to a shift of all its scores, so that phi neither overflows nor
-    # underflows; l1 cancels the shift. torch.neg subtracts the largest score.
+    # underflows; l1 cancels the shift. With torch.neg the largest score becomes 0.
     shift: Callable[[Tensor], Tensor] | None = None
     # Its entry in attention_paths.kernels.phi.PHIS; None: no fused kernel.
     kernel: str | None = None

@@ -77,7 +77,7 @@ class Config:
     positions: Literal["rope", "alibi", "none", "learned"] = setting(
         "rope", "How positions enter. 'learned' positions are GPT-2's, and end at block_size."
     )
-    rope_theta: FloatFromOne = setting(10000.0, "Base of RoPE.", needs=ROPE)
+    rope_theta: Annotated[float, ("above", 1)] = setting(10000.0, "Base of RoPE.", needs=ROPE)
     rope_share: float = setting(
         1.0,
         "Fraction of a head's frequency pairs, highest frequencies first, that RoPE rotates "
@@ -96,7 +96,8 @@ class Config:
     local_window: PositiveInt | None = setting(
         None,
         "Makes a hybrid: heads with positions compute softmax over this many last keys (below 1: "
-        "this share of block_size), the other heads compute `attention`. None: all heads do.",
+        "this share of block_size), the other heads compute `attention`. None: all heads compute "
+        "`attention`.",
     )
     softcap: PositiveFloat | None = setting(
         None, "c, which makes scores c tanh(score / c). Gemma 2: 50."
@@ -155,7 +156,7 @@ class Config:
     document_mask: bool = setting(
         False,
         "Attention stays within documents, which begin with end-of-text, and n counts the keys "
-        "of a row's document.",
+        "that a row sees of its document.",
         needs=LANGUAGE,
     )
     val_tokens: PositiveInt = setting(
@@ -180,7 +181,9 @@ class Config:
         0, "Batches to skip, so that a second run reads new data (SSMax (f))."
     )
     total_batch_size: PositiveInt = setting(524288, "Tokens per step, over all processes.")
-    max_iters: NonNegativeInt = setting(18865, "Number of optimizer steps.")
+    max_iters: Annotated[int, ("at least", 0), ("below", 10**12)] = setting(
+        18865, "Number of optimizer steps."
+    )
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw", "'adamw', or 'muon' for hidden matrices with AdamW for the rest."
     )
@@ -265,7 +268,7 @@ class Config:
         "also set the model's sizes.",
     )
     dry_run: bool = setting(False, "Check everything, print what it takes, write nothing.")
-    timeout: Annotated[float, ("at least", 5)] = setting(
+    timeout: Annotated[float, ("at least", 5), ("below", 10**9)] = setting(
         600.0, "Seconds that a process waits for the others before it fails."
     )
 
@@ -331,11 +334,13 @@ class Config:
     def nope_heads(self, layer: int = 0) -> int:
         """Return how many heads of a layer nope_share and nope_every leave without RoPE or ALiBi.
 
-        With positions = "none" or "learned", which no head has, it is 0.
+        With positions = "none" or "learned" both settings are 0, and so is the result.
         """
         if self.nope_every and (layer + 1) % self.nope_every:
             return 0
-        return round(self.n_head * (self.nope_share or bool(self.nope_every)))
+        if self.nope_share:
+            return round(self.n_head * self.nope_share)
+        return self.n_head if self.nope_every else 0
 
     def layer_window(self, layer: int) -> int | None:
         """Return the window of a layer, or None; in a hybrid, of its heads without positions."""
@@ -458,7 +463,7 @@ def check_limits(key: str, value: Any, hint: Any) -> None:
     if not isinstance(value, int | float):
         return
     if not abs(value) < 2**63:  # nan, too
-        raise UserError(f"{key} = {value} must be a number below 2**63")
+        raise UserError(f"{key} = {value} must be a number between -2**63 and 2**63")
     for part in (hint, *typing.get_args(hint)):  # the limits of `PositiveInt | None`, too
         for words, limit in getattr(part, "__metadata__", ()):
             if IS_WRONG[words](value, limit):

@@ -1,8 +1,10 @@
 """How every command reports a user's mistake: one sentence, no traceback, and exit code 2."""
 
+import argparse
 import difflib
 import errno
 import os
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -42,6 +44,17 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=cutoff)), None)
 
 
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake as one sentence, an unknown option with the nearest known one."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: --(\w+)", message)
+        if unknown:
+            known = re.findall(r"--(\w+)", self.format_usage())
+            message += f"; {did_you_mean(unknown[1], known)}--help lists the options"
+        raise UserError(re.sub(r"^argument (\S+):", r"\1", message))
+
+
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its type if it has no message."""
     message = str(error) or type(error).__name__
@@ -71,7 +84,7 @@ def reported() -> Iterator[None]:
         discard_output()
         sys.exit(1)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         discard_output()
         exit_with("no space left on the disk under the output")

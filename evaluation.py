@@ -17,7 +17,7 @@ from model import GPT
 from runtime.device import autocast
 
 # The share of a visible input's effect that a hidden input may have by rounding, as through forget
-# gates, which are cumulative sums.
+# gates, whose logarithms are summed over all keys.
 HIDDEN_SHARE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 
 
@@ -144,7 +144,8 @@ def check_windows(model: GPT, device: torch.device, dtype: torch.dtype) -> None:
 def depends_on_hidden(outputs: Tensor, share: float) -> bool:
     """Tell whether a hidden input changes the output by more than a share of a visible input's.
 
-    `outputs` [3, n_embd] are of an input, and with another hidden and another visible input.
+    `outputs` [3, n_embd] are those of a sequence, of the sequence with its hidden input changed,
+    and of the sequence with a visible input changed.
     """
     last, hidden, visible = outputs.float()
     return not (hidden - last).norm() <= share * (visible - last).norm()  # also for NaN

@@ -99,7 +99,7 @@ class SelfAttention(nn.Module):
         cache: KVCache | None,
         document_positions: Tensor | None = None,
     ) -> Tensor:
-        if self.nope_heads == self.n_head:
+        if self.nope_heads == self.n_head:  # no head of this layer has RoPE (nope_every)
             rotation = None
         q, k, v = self.project(x, rotation)  # [B, H, L, d], [B, Hk, L, d] twice
         context = self.context(x, rotation, document_positions)
@@ -108,7 +108,8 @@ class SelfAttention(nn.Module):
         y = y.transpose(1, 2)  # [B, L, H, d]
         if self.c_gate is not None:
             gate = self.c_gate(x).sigmoid()
-            y = y * gate.unflatten(2, (self.n_head, -1))  # [B, L, H, 1 or d]
+            gate = gate.unflatten(2, (self.n_head, -1))  # [B, L, H, 1 or d]
+            y = y * gate
         return self.c_proj(y.flatten(2))
 
     def project(
@@ -254,10 +255,10 @@ class Trunk(nn.Module):
     ) -> Tensor:
         start = 0 if cache is None else cache.length
         end = start + x.shape[1]
-        # scaled RoPE uses the final length from the start, so that cached keys stay valid
-        final_length = end if cache is None else cache.size
+        final_length = end
         if cache is not None:
             cache.check_capacity(end)
+            final_length = cache.size  # scales RoPE from the start, so that cached keys stay valid
         if self.wpe is not None and document_positions is not None:
             if end > self.config.block_size:  # only then: max() makes the host wait for the GPU
                 self.check_length(int(document_positions.max()) + 1)
@@ -297,10 +298,8 @@ class GPT(nn.Module):
         # the id of the token that begins a document; None: attention crosses documents
         self.document_start = config.end_of_text if config.document_mask else None
         padded = 128 * math.ceil(self.n_vocab / 128)  # for speed; padding is never predicted
-        # built before wte, as the order in which weights are drawn decides what a seed gives
-        trunk = Trunk(config, layer_class)
         self.wte = self.build_embedding(padded)
-        self.trunk = trunk
+        self.trunk = Trunk(config, layer_class)
         self.lm_head = self.build_head(padded)
         self.loss_softmax = softmax_  # compile_model replaces it
         if config.tie_embeddings:
@@ -382,15 +381,18 @@ class GPT(nn.Module):
         document; by default, end-of-text does if the model has document_mask. Else a sequence is
         one document.
         """
-        cached_length = None if cache is None else cache.document_length
+        # how many tokens of each sequence's last document the cache holds
+        earlier: Tensor | int = 0
+        if cache is not None:
+            earlier = cache.length if cache.document_length is None else cache.document_length
         if is_start is None:
             if self.document_start is not None:
                 is_start = idx == self.document_start
-            elif cached_length is not None:  # the cache's documents go on
+            elif isinstance(earlier, Tensor):  # the cache's documents go on
                 is_start = torch.zeros_like(idx, dtype=torch.bool)
         document_positions = None
         if is_start is not None:
-            document_positions = positions_in_documents(is_start, cached_length)
+            document_positions = positions_in_documents(is_start, earlier)
             if cache is not None:
                 cache.document_length = document_positions[:, -1:] + 1
         return self.trunk(self.wte(idx), cache, document_positions)
@@ -417,11 +419,11 @@ class GPT(nn.Module):
     ) -> "GPT":
         """Switch to another RoPE scaling for evaluation (see Rope) and return self.
 
-        Raises UserError if a scaling or a theta is asked of a model without RoPE.
+        Raises UserError if a scaling, factor or theta is asked of a model without RoPE.
         """
         table = self.trunk.rope
         if table is None:
-            if scaling != "none" or theta is not None:
+            if scaling != "none" or factor is not None or theta is not None:
                 raise UserError(f"positions = {self.config.positions!r}: there is no RoPE to scale")
             return self
         if theta is None:

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from attention_paths.varlen import documents_at_most
 from data.loader import Loader
-from data.shards import Identity, data_difference
+from data.shards import SIMULATED, Identity, data_difference
 from data.tasks import identity_of, open_loader
 from evaluation import mean_loss
 from layers.build import build_model
@@ -93,7 +93,7 @@ def main(config: Config | None = None) -> None:
         keep_freed_memory()
     batch_size = fitting_batch_size(config, world_size(), device)
     lock: AbstractContextManager = nullcontext()
-    if config.dry_run:  # beside a training it would say the same
+    if config.dry_run:  # takes no lock: it writes nothing, so a training may go on beside it
         check_writable(run)
     elif rank() == 0:
         lock = lock_folder(run, "training this run")
@@ -101,7 +101,8 @@ def main(config: Config | None = None) -> None:
         batch_size = min(all_gather(batch_size))  # the ranks' GPUs may differ in memory
         if batch_size != config.batch_size and rank() == 0:
             sequences = config.total_batch_size // (world_size() * config.block_size)
-            reason = f"the largest that fits and divides {sequences} sequences"
+            limit = f"is at most {config.batch_size}" if config.batch_size else "fits"
+            reason = f"the largest that {limit} and divides {sequences} sequences"
             say(f"batch_size = {batch_size}: {reason}")
         config = config.replace(batch_size=batch_size)
         resume = resuming.should_resume(run, config.resume)
@@ -247,10 +248,10 @@ def check_agreement(
     for number, (other_identity, other) in enumerate(others, start=1):
         differing = data_difference(first_identity, other_identity)
         if differing is not None:
-            raise UserError(
-                f"{config.data_dir}: rank {number}'s {differing} differ from rank 0's: copy the "
-                "same data to every node"
-            )
+            message = f"rank {number}'s {differing} differ from rank 0's: "
+            if differing in SIMULATED:
+                raise UserError(f"{message}every node needs the same code and numpy")
+            raise UserError(f"{config.data_dir}: {message}copy the same data to every node")
         for key, value in first.items():
             if other[key] != value:
                 remedy = "every rank needs the same settings and checkpoints"
@@ -267,7 +268,7 @@ def check_data(
     config: Config,
     state: State | None,
 ) -> None:
-    """Raise UserError if a run was trained on different data, or has too little to validate."""
+    """Raise UserError if the run was trained on other data, or there is too little to validate."""
     if state is not None:
         changed = data_difference(state.data, identity)
         if changed is not None:
@@ -298,7 +299,8 @@ def compile_and_distribute(model: GPT, config: Config, attention_path: str) -> L
     if not dist.is_initialized():
         return model
     ddp = DDP(model, gradient_as_bucket_view=True)
-    ddp.broadcast_buffers = False  # RoPE's tables only; DDP's argument is deprecated
+    # the only buffers are RoPE's tables, equal on all ranks; the argument of DDP() is deprecated
+    ddp.broadcast_buffers = False
     return ddp
 
 
@@ -500,10 +502,12 @@ def how_to_continue(config: Config, step: int, saved: int) -> str:
     `saved` is the step of its newest intact checkpoint.
     """
     next_batch = config.first_batch + step - saved
+    rate = config.learning_rate / 2
+    min_lr = f" --min_lr={rate:g}" if config.min_lr > rate else ""
     return (
         f"The checkpoint of step {saved} is good: to continue at half the rate, repeat the command "
         f"with --resume --out_dir={shlex.quote(config.out_dir)} "
-        f"--learning_rate={config.learning_rate / 2:g} at its end; --first_batch={next_batch} "
+        f"--learning_rate={rate:g}{min_lr} at its end; --first_batch={next_batch} "
         "skips the batches up to this step"
     )
 

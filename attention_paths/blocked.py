@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from attention_paths.reference import ALL, Context, Keys, ReferenceAttention
 
 # A block has all heads of one or more sequences, and at most BLOCK_QUERIES queries. Its scores are
-# within BLOCK_SCORES or, on a CPU, BLOCK_SCORES_CPU, which was the fastest there; except that with
-# very many keys it has FEWEST_QUERIES all the same.
+# within BLOCK_SCORES or, on a CPU, BLOCK_SCORES_CPU, which was the fastest there. Only a block of
+# FEWEST_QUERIES may have more: with very many keys it is not made smaller.
 BLOCK_QUERIES = 128
 FEWEST_QUERIES = 32
 BLOCK_SCORES = 2**25

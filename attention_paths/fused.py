@@ -34,7 +34,7 @@ def variant_unsupported_reason(variant: Variant, head_size: int) -> str | None:
 
 
 def gpu_unsupported_reason(q: Tensor) -> str | None:
-    """Why the device of q is no NVIDIA GPU of compute capability 8.0; None if it is one."""
+    """Say why q is not on an NVIDIA GPU of compute capability 8.0 or newer; None if it is."""
     if not q.is_cuda:
         return f"it needs an NVIDIA GPU, and this is {q.device.type}"
     if torch.version.hip is not None:  # AMD's GPUs are cuda devices too

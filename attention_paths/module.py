@@ -40,6 +40,7 @@ class Attention(ReferenceAttention):
         super().__init__(variant, n_head, *arguments, **settings)
         self.impl = impl
         name = name_of(variant)
+        check_choice("attention_impl", impl, ("auto", "triton", "blocked", "reference"))
         if variant.needs_p and self.p is None:
             raise UserError(f"attention = {name!r} needs p, the power of its re-weighting: 3 or 15")
         if self.p is not None and not variant.takes_p:

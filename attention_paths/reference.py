@@ -195,11 +195,11 @@ class ReferenceAttention(nn.Module):
         Lk: int,
         context: Context,
     ) -> Rows:
-        """Return the rows of the last queries q [B, H, Lq, d] of Lk positions."""
+        """Return the Rows of queries q [B, H, Lq, d], the last Lq of Lk positions."""
         kv_idx = torch.arange(Lk, device=q.device)
         q_idx = kv_idx[Lk - q.shape[2] :, None]
-        # float32 at least: bfloat16 cannot count past 256. Not integers: Inductor folds the minimum
-        # of a constant and an index into an expression that it cannot compare.
+        # n is in float32 at least: bfloat16 cannot count past 256. It is no integer, because
+        # Inductor folds min(constant, index) into an expression that it cannot compare.
         dtype = torch.promote_types(q.dtype, torch.float32)
         document_positions = context.document_positions
         if document_positions is None:
@@ -236,7 +236,8 @@ class ReferenceAttention(nn.Module):
             rows.p_n = self.p_n[index.long()]
         if self.alibi_heads:
             h = (head - (self.n_head - self.alibi_heads) + 1).to(dtype)
-            rows.slopes = torch.exp2(-8 * h / self.alibi_heads) * (h > 0)
+            slopes = torch.exp2(-8 * h / self.alibi_heads)
+            rows.slopes = slopes.masked_fill(h <= 0, 0)  # not times 0: they may be infinite
         if context.log_forget is not None:
             rows.cumulative_log_forget = context.log_forget.to(dtype).cumsum(-1)
         if self.sink is not None:

@@ -35,7 +35,7 @@ class AlignedLoader(TokenLoader):
         self.end_of_text = end_of_text
         super().__init__(data_dir, batching, vocab_size)
 
-    def _count_sequences(self, shards: list[Shard], batching: Batching) -> list[int]:
+    def _cut_sequences(self, shards: list[Shard], batching: Batching) -> list[int]:
         size = batching.block_size + 1
         counts = []
         spans = []

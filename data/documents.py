@@ -74,7 +74,7 @@ class Rules:
         """Print how many documents were left out, and where there are marks."""
         if self.counts["empty"]:
             print(f"empty documents left out: {self.counts['empty']:,}")
-        if self.split_at:
+        if self.counts["split"]:
             print(f"documents end at {self.split_at!r}: {self.counts['split']:,} times")
         if self.counts["marks"]:
             print(

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from data.build import BATCH, COLUMN, Read, build, parse_options, tokenise
 from data.documents import Document, reading
-from errors import UserError, command
+from errors import Parser, UserError, command
 
 # Datasets with a short name, and their configuration without --name.
 DATASETS = {"fineweb": "HuggingFaceFW/fineweb", "fineweb-edu": "HuggingFaceFW/fineweb-edu"}
@@ -121,7 +121,7 @@ def default_folder(repo: str, name: str | None) -> str:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.fineweb", description=__doc__)
+    parser = Parser(prog="python -m data.fineweb", description=__doc__)
     names = "a dataset of the hub, or fineweb (the default), or fineweb-edu"
     parser.add_argument("--dataset", default="fineweb", metavar="OWNER/NAME", help=names)
     parser.add_argument("--name", help=f"its configuration; default of FineWeb: {SAMPLE}")

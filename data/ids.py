@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.build import build, in_turn
+from data.build import COLUMN, build, in_turn
 from data.shards import HEADER, MAGIC, TOKEN, Tokens, check_ids
 from data.vocabulary import END_OF_TEXT, TOKENIZER, count_ids
 from errors import UserError
@@ -80,8 +80,8 @@ def copy_ids(args: argparse.Namespace) -> None:
     for path in args.val:
         if Path(path).resolve() in training:
             raise UserError(f"{path} is for training and for validation too")
-    if args.repeat or args.split_at is not None:
-        raise UserError("--repeat and --split_at are for text: ids stay as they are")
+    if args.repeat or args.split_at is not None or args.column != COLUMN:
+        raise UserError("--repeat, --split_at and --field are for text: ids stay as they are")
     folder = Path(args.paths[0]).absolute().parent
     meta_pkl = folder / META_PKL
     with tempfile.TemporaryDirectory() as temporary:

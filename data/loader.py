@@ -70,6 +70,7 @@ class Loader(ABC):
 
     source: str  # where the batches come from, for messages
     tokens: int  # of an epoch
+    needed: str = ""  # what more tokens take, for messages; "": a number of tokens
     val_tokens: int  # of the whole validation set, each with a target
     documents: Documents | None = None  # with document_mask
     cropped: float = 0.0  # share of an epoch's tokens that align_documents leaves out
@@ -78,7 +79,7 @@ class Loader(ABC):
         if n_sequences < batching.sequences_per_step:
             tokens = f"{self.tokens} tokens"
             tokens_per_step = batching.sequences_per_step * batching.block_size
-            needed = f"at least {tokens_per_step + 1} tokens are needed"
+            needed = self.needed or f"at least {tokens_per_step + 1} tokens are needed"
             if self.cropped:
                 tokens += f", of which align_documents crops {self.cropped:.1%},"
                 needed = "more documents are needed"
@@ -156,7 +157,7 @@ class TokenLoader(Loader):
         self._files = [file for file, _ in shards]
         self.tokens = sum(tokens for _, tokens in shards)
         # index of each shard's first sequence, then the total number of sequences
-        self.first_sequence = np.cumsum([0, *self._count_sequences(shards, batching)])
+        self.first_sequence = np.cumsum([0, *self._cut_sequences(shards, batching)])
         self._validation_tokens: dict[int, Tokens] = {}  # by their number
         val_shards = open_shards(list_shards(data_dir, "val"))
         self.val_tokens = sum(tokens for _, tokens in val_shards) - 1
@@ -197,8 +198,8 @@ class TokenLoader(Loader):
         quartiles = np.quantile(n, (0.25, 0.5, 0.75)).round().astype(int).tolist()
         return Documents(is_start.sum() / count, quartiles, without)
 
-    def _count_sequences(self, shards: list[Shard], batching: Batching) -> list[int]:
-        """How many sequences each shard has."""
+    def _cut_sequences(self, shards: list[Shard], batching: Batching) -> list[int]:
+        """Cut the shards into sequences; returns how many each has."""
         return [(tokens - 1) // batching.block_size for _, tokens in shards]
 
     def _shard(self, sequence: Ints) -> Ints:

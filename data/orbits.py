@@ -162,6 +162,7 @@ class OrbitLoader(SimulatedLoader):
         self.bins = bins
         self.source = source_of(planets)
         self.tokens = systems * batching.block_size
+        self.needed = f"set systems to at least {batching.sequences_per_step}"
         super().__init__(systems, batching)
 
     def _simulate(self, split: int, indices: Ints, length: int) -> Batch:

@@ -40,6 +40,8 @@ START_BYTES = 1 << 20
 # Identifies the data of a run: from the name of a part, such as "training shards", to its hash or
 # description.
 Identity = dict[str, str]
+# The parts that code makes, not the files of a folder.
+SIMULATED = ("recall", "recall sequences", "orbits")
 
 Tokens = NDArray[np.uint16]
 Shard = tuple[FileIO, int]  # an open file, and its number of tokens
@@ -70,7 +72,7 @@ class Meta(TypedDict):
     tokenizer: str  # as data.vocabulary.identify names it
     shard_size: int
     documents: str  # a hash that changes when the documents do
-    content: NotRequired[str]  # a hash of the files of the documents, where `documents` has none
+    content: NotRequired[str]  # a hash of the files' checksums; data.text has them in `documents`
     source: str  # where the documents come from
     repeat: NotRequired[tuple[float, Count]]  # the share and length of data.build.with_repeats
     split_at: NotRequired[str]  # the mark between documents
@@ -113,7 +115,7 @@ def open_shard(path: str | Path) -> Shard:
 
 
 def byte_offset(index: int) -> int:
-    """The byte of a shard's file where token `index` begins, or where the file ends before it."""
+    """The byte of a shard's file where token `index` begins; of the number of tokens, its end."""
     return HEADER_BYTES + index * TOKEN.itemsize
 
 

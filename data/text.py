@@ -14,7 +14,6 @@ With --repeat 0.25 --within 128, a quarter of the passages of 128 tokens of the 
 followed by an excerpt of themselves, so that a small model learns to copy.
 """
 
-import argparse
 import hashlib
 import io
 import json
@@ -38,7 +37,7 @@ from data.build import BATCH, COLUMN, build, parse_options, tokenise
 from data.documents import Document, Rules, reading
 from data.ids import are_ids, copy_ids
 from data.tokenizer import split_text
-from errors import UserError, command
+from errors import Parser, UserError, command
 from runtime.files import sha256_of
 
 PLAIN = (".txt", ".md", ".py")
@@ -281,7 +280,7 @@ def numbered(source: Source, first: int) -> Iterator[tuple[int, list[Document]]]
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.text", description=__doc__)
+    parser = Parser(prog="python -m data.text", description=__doc__)
     parser.add_argument("paths", nargs="*", metavar="PATHS", help="files and folders")
     parser.add_argument("--val", nargs="+", metavar="PATHS", help="what is for validation")
     field = f"the JSON field or parquet column of the text; default: {COLUMN}"
@@ -327,10 +326,10 @@ def main(argv: list[str] | None = None) -> None:
         folder += "_repeat"
     streams = []
     checksums = []
-    for sources, repeat in ((val, 0), (train, args.repeat)):
-        of_split = [partial(numbered, source) for source in sources]
-        streams.append(partial(tokenise, of_split, args, repeat))
-        checksums.append([(source.name, source.sha256) for source in sources])
+    for split_sources, repeat in ((val, 0), (train, args.repeat)):
+        readers = [partial(numbered, source) for source in split_sources]
+        streams.append(partial(tokenise, readers, args, repeat))
+        checksums.append([(source.name, source.sha256) for source in split_sources])
     documents = [args.column, checksums]
     build(folder, "text", streams, args, source, documents)
 

@@ -5,15 +5,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def positions_in_documents(is_start: Tensor, read: Tensor | None = None) -> Tensor:
+def positions_in_documents(is_start: Tensor, earlier: Tensor | int = 0) -> Tensor:
     """Return the position of each token in its document, int32 [B, L]: 0 where `is_start` is True.
 
-    `read` [B, 1] is the number of earlier tokens, such as cached ones, of the document in which a
-    sequence begins. None means 0.
+    `earlier`, an int or [B, 1], is the number of earlier tokens, such as cached ones, of the
+    document in which a sequence begins.
     """
     token = torch.arange(is_start.shape[1], dtype=torch.int32, device=is_start.device)
-    begins_at = token[:1] if read is None else -read
-    first = torch.where(is_start, token, begins_at).cummax(dim=1).values
+    first = torch.where(is_start, token, -earlier).cummax(dim=1).values
     return token - first
 
 

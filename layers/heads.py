@@ -58,4 +58,5 @@ def alibi_heads(config: Config, heads: range) -> int:
     """How many of these heads of a layer have ALiBi."""
     if config.positions != "alibi":
         return 0
-    return len([head for head in heads if head >= config.nope_heads()])
+    nope_heads = config.nope_heads(layer=0)  # of every layer: nope_every needs RoPE
+    return sum(head >= nope_heads for head in heads)

@@ -12,7 +12,7 @@ CHUNK_CPU = 1024
 CHUNK_GPU = 4096
 # Rows of the weight gradient that a CPU accumulates at once: the temporary product stays small. A
 # GPU accumulates all of them, as a smaller product would not fill it.
-VOCABULARY_PART = 4096
+VOCABULARY_ROWS = 4096
 # Logits whose softmax a CPU computes at once: 2 MB in float32, which stay in its cache.
 CACHED_LOGITS = 2**19
 
@@ -57,17 +57,17 @@ class LinearCrossEntropy(torch.autograd.Function):
         x_gradients = []
         weight_gradient = torch.empty_like(weight)
         for i, chunk in enumerate(chunks(x, weight, targets, losses)):
-            for logits, part_targets, part_losses in chunk.parts():
-                log_p = softmax(logits[:, :n_vocab], part_targets)
+            for logits, slice_targets, slice_losses in chunk.slices():
+                log_p = softmax(logits[:, :n_vocab], slice_targets)
                 logits[:, n_vocab:] = 0
                 # p - 1 before p is rounded to a 16-bit dtype, where it may be 1
                 gradient = log_p.expm1().to(logits.dtype)
-                logits.scatter_(1, part_targets.clamp_min(0)[:, None], gradient[:, None])
-                part_losses.copy_(-log_p)
+                logits.scatter_(1, slice_targets.clamp_min(0)[:, None], gradient[:, None])
+                slice_losses.copy_(-log_p)
             x_gradients.append(chunk.logits @ chunk.weight)
-            part = VOCABULARY_PART if x.is_cpu else len(weight)
-            by_part = chunk.logits.split(part, dim=1)
-            for rows, logits in zip(weight_gradient.split(part), by_part, strict=True):
+            size = VOCABULARY_ROWS if x.is_cpu else len(weight)
+            by_rows = chunk.logits.split(size, dim=1)
+            for rows, logits in zip(weight_gradient.split(size), by_rows, strict=True):
                 product = logits.T @ chunk.x
                 if i == 0:
                     rows.copy_(product)
@@ -99,10 +99,12 @@ def token_losses(
     """
     losses = torch.empty(targets.shape, dtype=torch.float32, device=x.device)
     for chunk in chunks(x, weight, targets, losses):
-        for logits, part_targets, part_losses in chunk.parts():
+        for logits, slice_targets, slice_losses in chunk.slices():
             logits = logits[:, :n_vocab].to(full_precision(logits))
-            ignored = part_targets.masked_fill(part_targets < 0, -100)
-            part_losses.copy_(F.cross_entropy(logits, ignored, reduction="none", ignore_index=-100))
+            ignored = slice_targets.masked_fill(slice_targets < 0, -100)
+            slice_losses.copy_(
+                F.cross_entropy(logits, ignored, reduction="none", ignore_index=-100)
+            )
     return losses
 
 
@@ -112,10 +114,10 @@ class Chunk(NamedTuple):
     x: Tensor  # [m, n_embd]
     weight: Tensor  # [k * padded, n_embd]
     targets: Tensor  # [m] or [m, k]
-    losses: Tensor  # like targets, filled in place: a small tensor per part fragments the heap
+    losses: Tensor  # like targets, filled in place: a small tensor per slice fragments the heap
     logits: Tensor  # [m, k * padded]
 
-    def parts(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def slices(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Split into logits [.., padded], targets and losses [..] of one softmax each."""
         targets = self.targets.flatten()
         losses = self.losses.flatten()

@@ -105,11 +105,12 @@ def check_paths(
     kinds = {}
     for path in ("triton", "varlen"):
         for attention in by_path[path]:
-            kinds[path, attention.variant, attention.window, attention.alibi_heads] = attention
+            kind = (attention.variant, attention.p, attention.window, attention.alibi_heads)
+            kinds[path, *kind] = attention
     errors = [0.0]
     problems = [""]
     for (path, *_), attention in kinds.items():
-        error, problem = check_attention(attention, config, q, within_documents, path == "varlen")
+        error, problem = check_module(attention, config, q, within_documents, path == "varlen")
         errors.append(error)
         problems.append(problem)
     return max(errors), next(filter(None, problems), "")
@@ -130,14 +131,14 @@ def why_not_faster(by_path: dict[str, list[Attention]], queries: Tensor, context
     return "".join(dict.fromkeys(texts))
 
 
-def check_attention(
+def check_module(
     attention: Attention,
     config: Config,
     q: Tensor,
     within_documents: bool,
     by_varlen: bool,
 ) -> tuple[float, str]:
-    """The largest error of a module's kernels, in the dtype of q, and the problem, "" if none."""
+    """Compare a module's kernels in q's dtype; return the largest error, and the problem or ""."""
     window = attention.window
     try:
         if window is not None:  # the reference holds all scores of the keys in a window

@@ -210,8 +210,13 @@ class Checkpoint:
         """The step and sha256, which identify the weights in results."""
         return {"step": load(self.path).step, "sha256": sha256_of(self.path)}
 
-    def was_replaced(self) -> bool:
-        return not self.path.exists() or self.path.stat().st_mtime_ns != self.modified_ns
+    def require_unchanged(self) -> None:
+        """Raise UserError if training has replaced or deleted the file since."""
+        if not self.path.exists() or self.path.stat().st_mtime_ns != self.modified_ns:
+            raise UserError(
+                f"{self.path} was replaced meanwhile, as best.pt is while a run trains: repeat the "
+                "command"
+            )
 
 
 def find(run: str | Path, quiet: bool = False) -> Checkpoint:
@@ -269,11 +274,13 @@ def changes_since(state: State, config: Config) -> dict[str, tuple]:
     return {key: (before[key], now[key]) for key in RECORDED_ON_RESUME if before[key] != now[key]}
 
 
-def load_weights(model: GPT, run: str | Path) -> Checkpoint:
-    """Copy a run's weights into the model, as `copy_weights`; returns their checkpoint."""
+def load_weights(model: GPT, run: str | Path) -> dict[str, Any]:
+    """Copy a run's weights into the model, as `copy_weights`; returns their checkpoint's id."""
     checkpoint = find(run)
     copy_weights(model, load(checkpoint.path), checkpoint.path)
-    return checkpoint
+    weights_id = checkpoint.id
+    checkpoint.require_unchanged()
+    return weights_id
 
 
 def copy_weights(model: GPT, state: State, source: str | Path) -> None:

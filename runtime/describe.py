@@ -26,13 +26,14 @@ def describe(
     tokens_left = run_tokens - training.step * step_tokens
     flops = tokens_left * training.model.flops_per_token()
     dtype = str(training.dtype).removeprefix("torch.")
+    at_most = "at most " if config.varied_lengths else ""
     lines = [
         f"{config.label}: {training.model.count_parameters():,} parameters on "
         f"{training.device.type} in {dtype}; run folder {config.out_dir}",
         describe_data(config, loader, run_tokens),
-        f"{run_tokens:,} tokens in steps of {step_tokens:,} (processes x micro-batches x "
-        f"batch_size x block_size = {world_size} x {micro_batches} x "
-        f"{config.batch_size} x {config.block_size}), {flops:.1e} FLOP to do, step "
+        f"{at_most}{run_tokens:,} tokens in steps of {at_most}{step_tokens:,} (processes x "
+        f"micro-batches x batch_size x block_size = {world_size} x {micro_batches} x "
+        f"{config.batch_size} x {config.block_size}), {at_most}{flops:.1e} FLOP to do, step "
         f"{training.step} of {config.max_iters}",
     ]
     by_layer = windows_by_layer(training.model)

@@ -219,7 +219,7 @@ def mfu_and_memory(device: torch.device, flops_per_s: float) -> dict[str, float]
     if device.type == "cuda" and flops_per_s:
         gpu = torch.cuda.get_device_name(device)
         for name, peak in PEAK_FLOPS.items():
-            if re.search(rf"\b{name}\b", gpu):
+            if re.search(rf"\b{name}\b(?! (Laptop|D\b))", gpu):  # which are slower
                 measured["mfu"] = flops_per_s / peak
                 break
     return measured | {"memory_mb": memory_mb(device)}

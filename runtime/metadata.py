@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from config import Config
-from data.shards import Identity, data_difference
+from data.shards import SIMULATED, Identity, data_difference
 from data.tasks import identity_of
 from data.tokenizer import copy_tokenizer
 from errors import UserError
@@ -67,8 +67,8 @@ def data_difference_of(run: Path, config: Config) -> str | None:
     changed = data_difference(before, now)
     if changed is None:
         return None
-    is_made_by_code = changed in ("recall", "recall sequences", "orbits")
-    return f"{changed} that differ from {'this code' if is_made_by_code else config.data_dir}"
+    source = "this code" if changed in SIMULATED else config.data_dir
+    return f"{changed} that differ from {source}"
 
 
 def init_from_difference(run: Path, init_from: str) -> str | None:

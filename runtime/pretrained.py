@@ -18,8 +18,8 @@ from runtime.run_folder import is_checkpoint, read_config
 VALUES_OF_NANOGPT = {
     "scratch": "leave init_from out",
     "resume": "python train.py --resume RUN",
-    "gpt2": f"--init_from={PRETRAINED}{{}}",
 }
+GPT2_NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
 
 def check_initial(source: str) -> None:
@@ -30,9 +30,10 @@ def check_initial(source: str) -> None:
     if not source or source.startswith((PRETRAINED, NANOGPT)):
         return
     if not Path(source).exists():
-        name = "gpt2" if source.startswith("gpt2") else source
-        if name in VALUES_OF_NANOGPT:
-            advice = VALUES_OF_NANOGPT[name].format(source)
+        advice = VALUES_OF_NANOGPT.get(source)
+        if source in GPT2_NAMES:
+            advice = f"--init_from={PRETRAINED}{source}"
+        if advice is not None:
             raise UserError(f"init_from = {source!r} is a value of nanoGPT's: here, {advice}")
     elif is_checkpoint(source) and is_nanogpt_checkpoint(read_pt(Path(source))):
         raise UserError(f"{source} is a checkpoint of nanoGPT: --init_from={NANOGPT}{source}")
@@ -50,7 +51,7 @@ def load_initial(model: GPT, source: str) -> dict[str, Any] | None:
         return None
     if source.startswith(NANOGPT):
         return load_nanogpt(model, source)
-    return load_weights(model, source).id
+    return load_weights(model, source)
 
 
 def load_gpt2(model: GPT, source: str) -> None:

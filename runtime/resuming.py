@@ -93,14 +93,14 @@ def check_rate(run: Path, config: Config, state: State) -> None:
     schedule that ended near 0, at a tenth of its peak.
     """
     before = settings_before(state)
-    schedule = config.replace(**{key: before[key] for key in SCHEDULE})
+    earlier = config.replace(**{key: before[key] for key in SCHEDULE})
     step = max(0, state.step - 1)
-    rate = learning_rate(step, schedule)
+    rate = learning_rate(step, earlier)
     changed = changes_since(state, config).keys() & SCHEDULE
     moves_its_end = changed <= FREE_ON_RESUME
     if state.step == 0 or not moves_its_end or rate == learning_rate(step, config):
         return
-    rate = max(rate, schedule.learning_rate / 10)
+    rate = max(rate, earlier.learning_rate / 10)
     constant = {"schedule": "constant", "learning_rate": rate, "min_lr": 0.0, "cooldown_iters": 0}
     cosine = constant | {"schedule": "cosine", "warmup_iters": state.step}
     commands = []
@@ -111,7 +111,7 @@ def check_rate(run: Path, config: Config, state: State) -> None:
                 words.append(f"--{key}={format_value(value)}")
         commands.append(shlex.join(words))
     raise UserError(
-        f"{run} followed a {schedule.schedule} schedule of {schedule.max_iters} steps up to step "
+        f"{run} followed a {earlier.schedule} schedule of {earlier.max_iters} steps up to step "
         f"{state.step}: with {config.max_iters} steps it would have had other learning rates. "
         f"Continue at a constant rate, {commands[0]}, or with a cosine from here, {commands[1]}"
     )

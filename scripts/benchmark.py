@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from attention_paths.reference import NO_CONTEXT, Context
 from config import Config
-from errors import UserError, check_choice, command
+from errors import Parser, UserError, check_choice, command
 from generation import next_logits
 from layers.build import build_model
 from layers.cache import KVCache
@@ -60,7 +60,6 @@ from runtime.device import (
     pick_dtype,
 )
 from runtime.files import check_writable, write_json
-from scripts.common.command_line import Parser
 from scripts.common.papers import LSSAR
 from scripts.common.tables import print_table
 from train import StepBatch, train_step

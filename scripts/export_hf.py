@@ -124,7 +124,8 @@ def transformers_model(run: Run) -> Any:
     settings = settings_of(config) | {"vocab_size": config.text_ids}
     del settings["document_mask"]  # document_start says it
     del settings["align_documents"]  # of training
-    for key in FREE_ON_RESUME - {"batch_size"}:  # with which total_batch_size must agree
+    # the settings of the schedule must agree with each other
+    for key in FREE_ON_RESUME - {"max_iters", "cooldown_iters"}:
         del settings[key]
     values: dict[str, Any] = {
         "settings": settings,

@@ -107,7 +107,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     # ---- model ----
     model = build_model(base).to(device)
     kernels = check_kernels(model, base, options.torch_dtype, say=say)
-    weights = checkpoint.load_weights(model, run)
+    began_with = checkpoint.load_weights(model, run)
 
     # ---- data ----
     questions = read_squad(options.squad)
@@ -118,7 +118,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
         "left_out": len(questions) - len(examples),
         "sha256": digest,
         "epochs": options.epochs,
-        "began_with": weights.id,
+        "began_with": began_with,
     }
     steps_per_epoch = math.ceil(len(examples) / options.sequences)
     config = config.replace(

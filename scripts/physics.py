@@ -10,7 +10,8 @@ magnitudes  F = G m1 m2 / r^2 of two-body systems; 9 systems of 10 have labels a
 
 Both are judged at the positions without a label, after the last step. (The code of Vafa et al. 2025
 chooses a checkpoint by a validation set that is the test set, unmasked.) --oracle averages the
-nearest labelled states instead of asking the model. Writes physics.json and forces.png.
+nearest labelled states instead of asking the model. Writes physics.json and forces.png, or
+oracle.png.
 
 The publications leave some choices open. Here a planet of the solar system begins at its perihelion
 on the x axis; its time step is a week for the four inner planets and half a year for the outer

@@ -746,6 +746,26 @@ def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, mo
             assert_near(own.weights(q, k), alibi.weights(q, k))
 
 
+def test_heads_without_alibi_have_none_beside_few_with_it():
+    """The formula of a slope overflows for heads far before those with ALiBi."""
+    q, k, v = torch.randn(3, 1, 20, 9, 4, dtype=torch.float64)
+    with_alibi = Attention(VARIANTS["softmax"], 20, 4, alibi_heads=1)
+    without = Attention(VARIANTS["softmax"], 20, 4)
+    for impl in ("reference", "blocked", "auto"):
+        with_alibi.impl = impl
+        out = with_alibi(q, k, v)
+        assert_near(out[:, :19], without(q, k, v)[:, :19])
+        distance = torch.arange(9.0)[:, None] - torch.arange(9)
+        scores = (q[:, 19] @ k[:, 19].mT / 2 - 2.0**-8 * distance).masked_fill(distance < 0, -1e9)
+        assert_near(out[:, 19], scores.softmax(-1) @ v[:, 19])
+
+
+def test_an_unknown_path_is_refused():
+    for impl in ("sdpa", "flash"):
+        with pytest.raises(UserError, match=f"attention_impl = '{impl}'; .*must be one of auto"):
+            Attention(VARIANTS["lssar"], 2, 8, p=3.0, impl=impl)
+
+
 @settings(max_examples=24, deadline=None, derandomize=True)
 @given(
     st.sampled_from(["softmax.py", "lssar_p3.py", "sigmoid_l1.py", "ssmax.py --p=2"]),

@@ -340,7 +340,10 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--n_layer=2.5", "n_layer = 2.5 is float; it must be int"),
         # ranges
         ("--n_layer=0", "n_layer = 0 must be at least 1"),
-        ("--learning_rate=1e300", "learning_rate = 1e+300 must be a number below 2**63"),
+        (
+            "--learning_rate=1e300",
+            "learning_rate = 1e+300 must be a number between -2**63 and 2**63",
+        ),
         ("--vocab_size=70000", "70000 token ids are more than the 65536 of a uint16"),
         ("--tokenizer=gtp2", "tokenizer = 'gtp2'; did you mean gpt2?"),
         (
@@ -381,6 +384,8 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ),
         ("--local_window=9", "needs heads without positions: set nope_share or nope_every"),
         ("--window_pattern=SSSL", "gives none of n_layer = 12 layers a window: window = None"),
+        ("--rope_theta=1", "rope_theta = 1 must be above 1"),
+        ("--max_iters=1000000000000", "must be below 1000000000000"),
         ("--window=9 --window_pattern=SSXL", "must be of S and L alone, such as SSSL"),
         ("--window=9 --window_pattern=LS --n_layer=2", "layers a window: window = 9"),
         # the command line itself

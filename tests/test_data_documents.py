@@ -29,6 +29,8 @@ def test_documents_end_at_marks_wherever_chunks_do(size, capsys):
     assert texts_of(rules.cut(chunks_of(text, size))) == ["one\nline", "two", "three = 3"]
     rules.report()
     assert capsys.readouterr().out == "documents end at '==': 5 times\n"
+    Rules("text", split_at="==").report()  # has read nothing, as where the shards are complete
+    assert capsys.readouterr().out == ""
     assert texts_of(rules.documents([("row 0", "a==b"), ("row 1", "==")])) == ["a", "b"]
     assert rules.counts["empty"] == 1
     assert texts_of(Rules("text").cut(chunks_of(text, size))) == [text]

@@ -167,6 +167,7 @@ def test_text_refusals(folder, tmp_path, refused):
     (pages / "A.TXT").touch()
     says("pages: no file there ends in one of .txt .md", pages)
     says("tokenizer = 'gtp2'; did you mean gpt2?", folder, "--tokenizer", "gtp2")
+    says("--tokeniser gpt2; did you mean tokenizer?", folder, "--tokeniser", "gpt2")
     for name, content, message in (
         ("bad.txt", "ab\xff", "bad.txt: byte 2 is not UTF-8: invalid start byte"),
         ("bad.txt", "ab " * 1000 + "\xc3", "bad.txt: byte 3,000 is not UTF-8: unexpected end"),

@@ -55,6 +55,9 @@ def test_a_rank_touches_its_own_gpu_alone(monkeypatch, name):
         ("NVIDIA L40S", 362e12),
         ("NVIDIA A10G", 70e12),
         ("NVIDIA GeForce RTX 2080 Ti", None),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
     ],
 )
 def test_mfu_is_the_share_of_the_gpus_peak(name, peak, monkeypatch):

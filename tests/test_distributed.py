@@ -203,6 +203,9 @@ def test_a_rank_whose_copy_of_the_data_has_no_meta_json_agrees(monkeypatch):
     ranks = (copied, whole | {"validation shards": "d"})
     with pytest.raises(UserError, match="rank 1's validation shards differ from rank 0's"):
         check_agreement(Config(), copied, torch.float32, state=None)
+    ranks = ({"recall sequences": "a"}, {"recall sequences": "b"})
+    with pytest.raises(UserError, match="^rank 1's recall sequences .* the same code and numpy$"):
+        check_agreement(Config(), ranks[0], torch.float32, state=None)
 
 
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

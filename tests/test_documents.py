@@ -223,6 +223,20 @@ def test_learned_positions_end_with_the_longest_document():
 
 
 @torch.no_grad()
+def test_documents_may_begin_after_tokens_without_any():
+    """`is_start` of a later call leaves the cached tokens in the first document."""
+    model = small_model("ssmax.py")
+    idx = random_tokens(2, 9)
+    is_start = torch.zeros(2, 9, dtype=torch.bool)
+    is_start[0, 6] = True
+    whole = model.hidden(idx, is_start=is_start)
+    cache = KVCache(9)
+    model.hidden(idx[:, :4], cache)
+    later = model.hidden(idx[:, 4:], cache, is_start[:, 4:])
+    assert_near(later, whole[:, 4:])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("case", [*MODELS, "lssar_p3.py --window=4"])
 def test_a_cache_knows_its_last_document(case):
     model = small_model(case, "--document_mask")
@@ -392,4 +406,4 @@ def test_commands_that_read_no_documents_refuse_them(train, documents, call, ref
     from scripts import attention_maps
 
     run = train("run", *MASKED, f"--data_dir={documents}", "--max_iters=0")
-    refused(call, attention_maps, run, says="cannot measure a run with document_mask")
+    refused(call, attention_maps, run, says="has document_mask: attention_maps cannot measure it")

@@ -62,17 +62,17 @@ def chunk_sizes(request, monkeypatch):
         "one chunk": {
             "CHUNK_CPU": 1024,
             "CACHED_LOGITS": 2**19,
-            "VOCABULARY_PART": 4096,
+            "VOCABULARY_ROWS": 4096,
         },
         "many chunks": {
             "CHUNK_CPU": 32,
             "CACHED_LOGITS": 5 * PADDED,
-            "VOCABULARY_PART": 20,
+            "VOCABULARY_ROWS": 20,
         },
         "single tokens": {
             "CHUNK_CPU": 1,
             "CACHED_LOGITS": 1,
-            "VOCABULARY_PART": 1,
+            "VOCABULARY_ROWS": 1,
         },
     }
     for name, size in sizes[request.param].items():

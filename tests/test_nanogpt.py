@@ -110,6 +110,8 @@ def test_values_of_nanogpt_are_explained(tmp_path, refused, monkeypatch):
         str(path): f"--init_from=nanogpt:{path}",
     }.items():
         refused(train.main, load_config([f"--init_from={source}", "--dry_run"]), says=says)
+    says = "gpt2_lssar does not exist"
+    refused(train.main, load_config(["--init_from=gpt2_lssar", "--dry_run"]), says=says)
     check_initial(f"nanogpt:{path}")
     check_initial("")
 

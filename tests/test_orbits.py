@@ -257,5 +257,7 @@ def test_too_few_systems_are_refused():
         UserError, match="1 to 2 planets: val_tokens = 30 leaves 30 .* sequence of 31"
     ):
         loader.validation_batches(30, 4)
-    with pytest.raises(UserError, match="1 to 2 planets: .* 4 sequences .* one batch .8."):
-        open_loader(systems=4)
+    says = "1 to 2 planets: .* 7 sequences .* one batch .8.; set systems to at least 8"
+    with pytest.raises(UserError, match=says):
+        open_loader(systems=7)
+    open_loader(systems=8)

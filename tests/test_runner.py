@@ -79,6 +79,7 @@ def test_every_option_comes_from_the_command_line():
     [
         ("--lengths=1,x", "--lengths '1,x' must be whole numbers above 0, as 1024,2048"),
         ("--out=one.jpg", "--out one.jpg must end in .png, .pdf, .svg"),
+        ("--out=README.md/x.png", "README.md: no file can be written there"),
         ("--lenghts=8", "unrecognized arguments: --lenghts=8"),
         ("--tokens=0", "--tokens = 0 must be at least 1"),
     ],

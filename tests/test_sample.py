@@ -20,7 +20,9 @@ def test_sample_prints_text_that_goes_on_from_the_prompt(trained, call, capsys, 
     assert printed() == text
     assert printed("--seed=7") != text
     refused(call, sample, trained, "--max_new_tokens=0", says="must be")
-    refused(call, sample, trained, "--temperature=inf", says="must be a number below 2**63")
+    refused(
+        call, sample, trained, "--temperature=inf", says="must be a number between -2**63 and 2**63"
+    )
     refused(call, sample, trained, "--tokens=9", says="--tokens=9; did you mean max_new_tokens? ")
 
 

@@ -116,6 +116,21 @@ def test_a_wide_window_is_checked_as_a_narrower_one(automatic, monkeypatch):
     assert model.attention_layers()[0].attention.window == 100
 
 
+def test_kernels_of_one_and_of_two_stages_are_both_checked(automatic, monkeypatch):
+    """The global and the local heads of a hybrid may differ in p alone."""
+    checked = []
+    check_module = selfcheck.check_module
+
+    def recorded(attention, *arguments):
+        checked.append(attention.p)
+        return check_module(attention, *arguments)
+
+    monkeypatch.setattr(selfcheck, "check_module", recorded)
+    hybrid = ("--nope_share=0.5", "--local_window=8", "--window=8", "--attention_impl=triton")
+    check("softmax.py --p=3", *hybrid)
+    assert sorted(checked, key=str) == [3, None]
+
+
 def test_too_little_memory_is_no_reason_for_another_path(automatic, monkeypatch):
     monkeypatch.setattr(selfcheck, "evaluate", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):

@@ -91,7 +91,8 @@ def test_accumulation_splits_agree(train):
 def test_a_batch_size_that_does_not_divide_a_step_is_fitted(train, capsys):
     run = train("run", "--batch_size=3", "--max_iters=2")
     assert (
-        "batch_size = 2: the largest that fits and divides 8 sequences" in capsys.readouterr().out
+        "batch_size = 2: the largest that is at most 3 and divides 8 sequences"
+        in capsys.readouterr().out
     )
     assert json.loads((run / "config.json").read_text())["batch_size"] == 2
     agree(run, train("whole", "--batch_size=2", "--max_iters=2"))
@@ -472,6 +473,12 @@ def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_rate(train, capsys
     assert "step 1: loss = nan" in message
     assert "before the first update, so a lower learning rate cannot help" in message
     assert "is good" not in message
+
+
+def test_half_the_rate_is_never_below_the_least():
+    config = Config(learning_rate=6e-4, min_lr=4e-4)
+    advice = train_module.how_to_continue(config, 6, saved=4)
+    assert "--learning_rate=0.0003 --min_lr=0.0003 at its end" in advice
 
 
 def arguments_in(message):

@@ -7,7 +7,8 @@ A tile's dz comes from dp_ij = dO'_i . v_j, where dO'_i = factor_i dO_i and delt
                  dz = gain (t^(p-1) (dp - delta) - E / n) phi'(z)
 
 In one stage delta has the sign of a, and without l1 there is none. dv sums a dO', or t^p dO' / p.
-With the constant SLOPE in factor and in E, dz is the gradient of y.
+Here gain is launch.py's gain_i / X_i, and E is its X_i E_i. With the constant SLOPE in factor and
+in E, dz is the gradient of y.
 """
 
 from typing import NamedTuple

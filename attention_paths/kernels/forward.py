@@ -223,7 +223,7 @@ def forward_two_stages(
         tiles.store_statistic(STATS, tiles.GAIN, gain, head, rows, Lq)
         tiles.store_statistic(STATS, tiles.OFFSET, offset, head, rows, Lq)
         tiles.store_statistic(STATS, tiles.WEIGHT, C.P * inv_w, head, rows, Lq)
-        # E_i / n_i without its factor (dO_i . U_i - D_i)
+        # X_i E_i / n_i without its factor (dO_i . U_i - D_i); gain is launch.py's gain_i / X_i
         coupling = offset * top * C.P * total_u * inv_w / n
         tiles.store_statistic(STATS, tiles.COUPLING, coupling, head, rows, Lq)
         if F.shift is not None:

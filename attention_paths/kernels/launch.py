@@ -113,7 +113,8 @@ def block_shape(kernel: str, q: Tensor) -> dict[str, int]:
 class Inputs(NamedTuple):
     """The tensors that `forward` takes. Gradients flow to all but gain and first_key.
 
-    The optional inputs have any strides. Those of float32 are in the units of y.
+    The optional inputs have any strides. bias, sink and key_bias are in the units of y; gain
+    includes 1 / phi.Function.value.
     """
 
     q: Tensor  # [B, H, Lq, d], the last Lq positions

@@ -5,15 +5,14 @@ Imports no torch, so that --help and error messages appear at once.
 
 import argparse
 import importlib.util
-import re
 import typing
 from collections.abc import Sequence
 from dataclasses import Field, field, fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from config import check_limits, types_of
-from errors import UserError, did_you_mean
+from errors import Parser, UserError
 from runtime.files import check_writable
 
 PICTURES = (".png", ".pdf", ".svg")
@@ -27,20 +26,9 @@ def option(default: Any, help: str, **settings: Any) -> Any:
     `settings` go to argparse's add_argument. The type, if it is not among them, is the annotation's
     first: int for `PositiveInt | None`, whose limits are checked.
     """
-    if default not in (None, False):
+    if default is not None and default is not False:  # 0 == False
         help += " (%(default)s)"
     return field(default=default, metadata=settings | {"default": default, "help": help})
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake as one sentence, an unknown option with the nearest known one."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: --(\w+)", message)
-        if unknown:
-            known = re.findall(r"--(\w+)", self.format_usage())
-            message += f"; {did_you_mean(unknown[1], known)}--help lists the options"
-        raise UserError(re.sub(r"^argument (\S+):", r"\1", message))
 
 
 def picture_file(text: str) -> Path:
@@ -48,7 +36,10 @@ def picture_file(text: str) -> Path:
     path = Path(text)
     if path.suffix not in PICTURES:
         raise argparse.ArgumentTypeError(f"{text} must end in {', '.join(PICTURES)}")
-    check_writable(path.parent)
+    try:
+        check_writable(path.parent)
+    except UserError as error:  # argparse prints its own message for a ValueError
+        raise argparse.ArgumentTypeError(str(error)) from error
     return path
 
 

@@ -189,7 +189,10 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         if position_ids is not None and past == 0:
             is_start = is_start | (is_token & (position_ids == 0))
             is_start[:, 0] = False  # a document begins there anyway
-        positions = positions_in_documents(is_start, None if cache is None else cache.next_position)
+        earlier: Tensor | int = past
+        if cache is not None and cache.next_position is not None:
+            earlier = cache.next_position
+        positions = positions_in_documents(is_start, earlier)
         if position_ids is not None and (is_token & (position_ids != positions)).any():
             first = " or ".join(map(str, positions[:, 0].unique().tolist()))
             where = "on from the cache" if past else "in each document"

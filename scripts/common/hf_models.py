@@ -74,7 +74,7 @@ AnyRun = str | Path | Checkpoint | ModelConfig
 
 
 def find_weights(run: AnyRun) -> Checkpoint | ModelConfig:
-    """The checkpoint of a run, in whose place it stays when the run saves newer ones.
+    """The newest checkpoint of a run, to use from now on, also when the run saves newer ones.
 
     Raises UserError if there is none.
     """
@@ -195,7 +195,8 @@ def text_tokens(config: ModelConfig) -> NDArray[np.integer]:
     ids: list[int] = []
     for file in config.text:
         try:
-            text = Path(file).read_text(encoding="utf-8")
+            # as data.text reads it: line breaks as they are, no byte-order mark
+            text = Path(file).read_bytes().decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file} cannot be read as text: {first_line(error)}") from error
         if tokenizer.eos_token_id is not None:

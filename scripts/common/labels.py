@@ -56,7 +56,8 @@ def title_of(results: Mapping[str, dict]) -> str:
     for key in ("attention", "rope", "rope_factor", "rope_theta", "log_base", "window", "p"):
         values = {label: result.get(key) for label, result in results.items()}
         if len(set(values.values())) > 1:
-            words += [rope_by_label(values)] if key == "rope" else []
+            if key == "rope":
+                words.append(rope_by_label(values))
             continue
         value = next(iter(values.values()))
         if value is not None:

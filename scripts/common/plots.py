@@ -129,18 +129,18 @@ def draw_curves(
     there are any; `marks` are places on the x axis with a dotted line.
     """
     figure, all_axes = panels(len(panels_of), sharey)
-    numbers: dict[str, dict[str, int]] = {"line": {}, "reference": {}, "behind": {}}
-    numbers["thin"] = numbers["line"]
+    index_of: dict[str, dict[str, int]] = {"line": {}, "reference": {}, "behind": {}}
+    index_of["thin"] = index_of["line"]
     points: set[float] = set()
     for curve in itertools.chain(*panels_of.values()):
         points.update(curve.x)
-        labels = numbers[curve.style]
+        labels = index_of[curve.style]
         labels.setdefault(curve.label, len(labels))
     for (title, curves), axes in zip(panels_of.items(), all_axes, strict=True):
         for place in marks:
             axes.axvline(place, color="0.6", linestyle=":", linewidth=1)
         for curve in curves:
-            draw(axes, curve, numbers[curve.style][curve.label])
+            draw(axes, curve, index_of[curve.style][curve.label])
         if thin and any(curve.style == "thin" for curve in curves):
             axes.plot([], [], color="0.3", linewidth=0.7, label=thin)
         for band in {curve.band for curve in curves if curve.band}:  # one in a panel

@@ -1,6 +1,7 @@
 """Shared by passkey and needle retrieval: answers to prompts, shares found by length and depth."""
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,11 +46,13 @@ class RetrievalEvaluation(LengthEvaluation):
     seed: int = option(1337, "seed of the numbers, their texts and their depths")
 
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
-        """By default, multiples of the training length's smallest multiple that fits a prompt."""
+        """By default, multiples of the training length or, if no prompt fits it, of its first
+        multiple that fits a prompt.
+        """
         lengths = super().lengths_of(*configs)
         if self.lengths is not None:
             return lengths
-        factor = -(-self.shortest // min(lengths))
+        factor = math.ceil(self.shortest / min(lengths))
         return tuple(factor * length for length in lengths)
 
 

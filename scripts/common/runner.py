@@ -158,7 +158,7 @@ class Evaluation(Options, ABC):
 
 def check_evaluation(evaluation: Evaluation, trained: Config) -> None:
     """Raise UserError, before a run with this config is trained, if it cannot be measured."""
-    code_hash(evaluation)  # before anybody edits the code, which this process has loaded
+    code_hash(evaluation)  # of the code that this process runs, which may be edited later
     environment_at_start(evaluation.device)
     check_opening(evaluation, trained)
     identity(evaluation, evaluation.apply_to(trained))  # last, as it may take a download

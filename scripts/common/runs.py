@@ -15,7 +15,6 @@ import torch
 from tqdm import tqdm
 
 from config import Config
-from errors import UserError
 from evaluation import check_windows, rope_sees_beyond
 from layers.build import build_model
 from layers.formulas import formulas_hash
@@ -59,7 +58,8 @@ def load_run(run: AnyRun, options: Options | None = None) -> Run:
     device = pick_device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    config = options.apply_to(read_config(run))
+    trained = read_config(run)
+    config = options.apply_to(trained)
     weights = find_weights(run)
     if isinstance(weights, ModelConfig):
         with autocast(device, options.torch_dtype):
@@ -67,14 +67,18 @@ def load_run(run: AnyRun, options: Options | None = None) -> Run:
             model = cast(GPT, load_model(weights, options, device))
         facts = model_facts(weights, options)
     else:
-        model, facts = load_trained(weights, options, device)
+        model, facts = load_trained(weights, trained, config, options, device)
     return Run(folder_of(weights), config, model, device, options.torch_dtype, facts)
 
 
-def load_trained(weights: Checkpoint, options: Options, device: torch.device) -> tuple[GPT, dict]:
-    """Load a run: its model, and `run_facts`."""
-    trained = read_config(weights)
-    config = options.apply_to(trained)
+def load_trained(
+    weights: Checkpoint,
+    trained: Config,
+    config: Config,
+    options: Options,
+    device: torch.device,
+) -> tuple[GPT, dict]:
+    """Load a run that was `trained` with a config, as `config`: its model, and `run_facts`."""
     model = open_model(config, options.window).to(device).eval()
     check_kernels(model, config, options.torch_dtype)
     options.check_rope(config)
@@ -82,11 +86,8 @@ def load_trained(weights: Checkpoint, options: Options, device: torch.device) ->
     model.scale_rope(scaling, options.rope_factor, options.rope_theta)
     model.scale_scores(options.log_base)
     checkpoint.copy_weights(model, checkpoint.load(weights.path), weights.path)
-    if weights.was_replaced():
-        raise UserError(
-            f"{weights.path} was replaced meanwhile, as best.pt is while a run trains: repeat the "
-            "command"
-        )
+    facts = run_facts(trained, weights, options, model)
+    weights.require_unchanged()
     if options.window is not None:
         check_windows(model, device, options.torch_dtype)
     folder = folder_of(weights)
@@ -96,7 +97,7 @@ def load_trained(weights: Checkpoint, options: Options, device: torch.device) ->
     changed = metadata.data_difference_of(folder, trained)
     if changed:
         print(f"warning: {weights.run} was trained on {changed}", file=sys.stderr)
-    return model, run_facts(trained, weights, options, model)
+    return model, facts
 
 
 def open_model(config: Config, limit: int | None) -> GPT:

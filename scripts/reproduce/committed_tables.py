@@ -29,8 +29,8 @@ TRAINING = (
     "init_from",
     "document_mask",
 )
-# What identifies the data of a run in its measurements; a table's conditions have hashes of them.
-NOT_RECORDED = ("data_dir", "val_sha256", "tokenizer", "recall sequences")
+# Facts of a measurement that identify its data, which the conditions of a table compare.
+COMPARED_BY_CONDITIONS = ("data_dir", "val_sha256", "tokenizer", "recall sequences")
 
 
 def conditions(scale: Scale, entries: Sequence[Entry]) -> dict:
@@ -100,7 +100,7 @@ def open_table(folder: str, scale: Scale, experiment: Experiment) -> dict:
 
 
 def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
-    """Say what a table has that cannot be compared with the experiment; None if it can.
+    """Return what rules out a table, to follow "it": "was trained with p = 3"; None if nothing.
 
     Raises UserError if the scale's data are missing.
     """
@@ -135,7 +135,7 @@ def difference(table: dict, scale: Scale, experiment: Experiment) -> str | None:
                 return "has runs of several training lengths"
             for key, value in measured.items():
                 other = run["evaluation"].get(key)
-                if key not in NOT_RECORDED and other != value:
+                if key not in COMPARED_BY_CONDITIONS and other != value:
                     return f"was measured with {key} = {other!r}, not {value!r}"
     return None
 

@@ -1,5 +1,6 @@
 """What --plan prints besides runs and tokens: the paper's values, missing data, disk, hours."""
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,8 @@ def print_entries(names: Sequence[str], columns: Sequence[str], paper: dict[str,
         values = [paper[name][i] if name in paper else None for name in names]
         if any(value is not None for value in values):
             cells = ["–" if value is None else f"{value:g}" for value in values]
-            shown.append([f"the paper's {column.partition(',')[0]}", *cells])
+            heading = re.sub("x, .*", "x", column)  # without the number of tokens here
+            shown.append([f"the paper's {heading}", *cells])
     print_table(list(zip(*shown, strict=True)))
 
 
@@ -50,9 +52,9 @@ def print_cost(runs: Sequence[PlannedRun], out: Path) -> None:
         with torch.device("meta"):
             model = build_model(run.config)
         parameters = model.count_parameters()
-        checkpoints = run.config.keep_last
+        checkpoints = 1 + run.config.keep_last  # while the newest is written
         if run.config.keep_every:
-            checkpoints += run.config.max_iters // run.config.keep_every
+            checkpoints += 1 + run.config.max_iters // run.config.keep_every  # step 0 too
         disk += parameters * (checkpoints * CHECKPOINT_BYTES + BEST_BYTES)
         flop += model.flops_per_token() * run.tokens_left
     for warning in sorted(warnings):

@@ -246,7 +246,9 @@ def maps(table: dict) -> Pictures:
     for name, row in table["rows"].items():
         run = row["runs"][0]
         measured = run["evaluation"]
-        evaluation = AttentionMaps(rope=measured["rope"], dtype=measured["dtype"])
+        evaluation = AttentionMaps(
+            device=table["device"], rope=measured["rope"], dtype=measured["dtype"]
+        )
         figure = evaluation.draw_run(run["run"], measured)
         if figure is not None:
             pictures[f"{name}.png"] = figure

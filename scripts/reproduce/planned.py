@@ -84,7 +84,7 @@ class PlannedRun:
         }
 
     def difference(self) -> str | None:
-        """Say how the run in the folder differs from this plan; None where it does not.
+        """Return what the folder's run differs in, to follow "was trained with"; None if nothing.
 
         It may have different settings, initial weights, data or formulas.
         """
@@ -202,7 +202,7 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
             continue
         print(f"\n{run.folder}; {cost(left)}", flush=True)
         code = check_with_torchrun(run) or call(run.command())
-        if code and is_locked(run.folder):  # torchrun exits with 1 instead of EXIT_MISTAKE
+        if code and (run.finished or is_locked(run.folder)):
             continue  # another process was faster to start
         if code == EXIT_MISTAKE:
             raise UserError(f"{run.folder} was refused; the message is above")

@@ -8,9 +8,8 @@ first seed, such as attention maps, are of measurements that table.json leaves o
 
 from pathlib import Path
 
-from errors import UserError, command
+from errors import Parser, UserError, command
 from runtime.files import read_json
-from scripts.common.command_line import Parser
 from scripts.common.tables import summarise, write
 from scripts.reproduce import pictures
 from scripts.reproduce.report import add_differences, save_table_pictures

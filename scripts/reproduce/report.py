@@ -20,10 +20,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from config import Config
-from errors import UserError
+from errors import Parser, UserError
 from runtime.files import check_writable
 from scripts.common import runner
-from scripts.common.command_line import Parser
 from scripts.common.labels import rope_by_label
 from scripts.common.papers import TOKENIZER, TRAINED_LENGTH
 from scripts.common.plots import save_picture
@@ -151,6 +150,7 @@ def build_table(work: Work, failures: list[str]) -> dict:
         "name": work.name,
         "title": experiment.title,
         "scale": work.scale.name,
+        "device": config.device,
         "paper_scale": paper_scale,
         "unit": experiment.unit,
         "columns": columns,
@@ -340,10 +340,10 @@ def how_measured(rows: dict[str, dict]) -> str:
         if environment["commit"]:
             modified = " modified" if environment["modified"] else ""
             commits.append(environment["commit"][:7] + modified)
-    return (
-        f"Measured {', '.join(facts)}; torch {distinct_values(environments, 'torch')}, commit "
-        f"{', '.join(dict.fromkeys(commits))}."
-    )
+    sentence = f"Measured {', '.join(facts)}; torch {distinct_values(environments, 'torch')}"
+    if commits:  # none in a copy without git
+        sentence += f", commit {', '.join(dict.fromkeys(commits))}"
+    return f"{sentence}."
 
 
 def rope_of(rows: dict[str, dict]) -> list[str]:
