@@ -522,6 +522,14 @@ def test_another_number_of_ids_is_refused_and_changes_nothing(tmp_path):
     assert_close(model(x).logits, run.model(x), rtol=0, atol=1e-6)
 
 
+def test_a_run_of_any_schedule_is_exported(tmp_path):
+    """Its warm-up may be longer than the default number of steps."""
+    schedule = "--schedule=trapezoidal --warmup_iters=20000 --max_iters=60000"
+    run, model = load_in_transformers(tmp_path, f"softmax.py {schedule}", rope="none")
+    x = tokens(5)
+    assert_close(model(x).logits, run.model(x), rtol=0, atol=1e-6)
+
+
 def names_in(folder):
     return {path.name for path in folder.iterdir()}
 

@@ -1,5 +1,6 @@
 """Tiny random models of transformers: their losses by length, and beside a window."""
 
+import codecs
 import json
 import shutil
 
@@ -90,12 +91,13 @@ def folder(request, save):
 def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     letters = [chr(97 + i * i * 7 % 25) for i in range(300)]
-    path.write_text("".join(letters))
+    letters[50] = "\r\n"
+    path.write_text("".join(letters), encoding="utf-8-sig", newline="")
     return path
 
 
 def tokens_in(text_file):
-    return torch.tensor([256, *text_file.read_bytes()])
+    return torch.tensor([256, *text_file.read_bytes().removeprefix(codecs.BOM_UTF8)])
 
 
 def direct_losses(folder, text_file, length, mask=None):
