@@ -91,7 +91,7 @@ def folder(request, save):
 def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     letters = [chr(97 + i * i * 7 % 25) for i in range(300)]
-    letters[50] = "\r\n"
+    letters[20] = "\r\n"
     path.write_text("".join(letters), encoding="utf-8-sig", newline="")
     return path
 
