@@ -502,7 +502,7 @@ def how_to_continue(config: Config, step: int, saved: int) -> str:
     `saved` is the step of its newest intact checkpoint.
     """
     next_batch = config.first_batch + step - saved
-    rate = config.learning_rate / 2
+    rate = float(f"{config.learning_rate / 2:g}")  # as the command has it
     min_lr = f" --min_lr={rate:g}" if config.min_lr > rate else ""
     return (
         f"The checkpoint of step {saved} is good: to continue at half the rate, repeat the command "

@@ -45,6 +45,7 @@ class Rules:
 
     def cut(self, row: Iterable[str]) -> Iterator[Document]:
         """Yield the documents of a row, whose text comes in chunks."""
+        self.counts["rows"] += 1
         is_empty = True
         for document in self._split(row) if self.split_at else whole(row):
             is_empty = False
@@ -74,7 +75,7 @@ class Rules:
         """Print how many documents were left out, and where there are marks."""
         if self.counts["empty"]:
             print(f"empty documents left out: {self.counts['empty']:,}")
-        if self.counts["split"]:
+        if self.split_at and self.counts["rows"]:
             print(f"documents end at {self.split_at!r}: {self.counts['split']:,} times")
         if self.counts["marks"]:
             print(

@@ -70,7 +70,7 @@ class Loader(ABC):
 
     source: str  # where the batches come from, for messages
     tokens: int  # of an epoch
-    needed: str = ""  # what more tokens take, for messages; "": a number of tokens
+    needed: str = ""  # the remedy for too few tokens, for messages; "": that many tokens
     val_tokens: int  # of the whole validation set, each with a target
     documents: Documents | None = None  # with document_mask
     cropped: float = 0.0  # share of an epoch's tokens that align_documents leaves out

@@ -115,7 +115,7 @@ def open_shard(path: str | Path) -> Shard:
 
 
 def byte_offset(index: int) -> int:
-    """The byte of a shard's file where token `index` begins; of the number of tokens, its end."""
+    """The byte of a shard's file where token `index` begins, or the file's end after the last."""
     return HEADER_BYTES + index * TOKEN.itemsize
 
 

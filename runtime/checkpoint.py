@@ -214,7 +214,7 @@ class Checkpoint:
         """Raise UserError if training has replaced or deleted the file since."""
         if not self.path.exists() or self.path.stat().st_mtime_ns != self.modified_ns:
             raise UserError(
-                f"{self.path} was replaced meanwhile, as best.pt is while a run trains: repeat the "
+                f"{self.path} was replaced or deleted meanwhile, as while a run trains: repeat the "
                 "command"
             )
 
@@ -278,6 +278,7 @@ def load_weights(model: GPT, run: str | Path) -> dict[str, Any]:
     """Copy a run's weights into the model, as `copy_weights`; returns their checkpoint's id."""
     checkpoint = find(run)
     copy_weights(model, load(checkpoint.path), checkpoint.path)
+    checkpoint.require_unchanged()  # before its file is hashed, and after
     weights_id = checkpoint.id
     checkpoint.require_unchanged()
     return weights_id

@@ -159,9 +159,8 @@ def read_file(path: str) -> dict[str, Any]:
         assigned = runpy.run_path(path)
     except (Exception, SystemExit) as error:
         raise UserError(f"config file {path} fails: {type(error).__name__}: {error}") from error
-    for node in ast.parse(Path(path).read_bytes()).body:
-        key = ast.unparse(node.target) if isinstance(node, ast.AnnAssign) else None
-        if key is not None and key not in assigned:
+    for key in assigned.get("__annotations__", ()):
+        if key not in assigned:
             raise UserError(f"config file {path} has `{key}: ..`, which sets nothing: {key} = ..")
     values = {}
     for key, value in assigned.items():

@@ -120,7 +120,7 @@ class WeightsByDistance(TextEvaluation):
             cells = [f"{share:.4f}" for share in mean_of.values()]
             table.append([name, str(result["trained_length"]), *cells])
         title = title_of(results)
-        print(f"\nshare of positive weights in windows of the training length, {title}")
+        print(f"\nshare of positive weights, validation tokens in windows of T, {title}")
         print_table(table, width=11)
         figure = draw_curves(
             {title: curves},

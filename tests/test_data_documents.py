@@ -33,6 +33,10 @@ def test_documents_end_at_marks_wherever_chunks_do(size, capsys):
     assert capsys.readouterr().out == ""
     assert texts_of(rules.documents([("row 0", "a==b"), ("row 1", "==")])) == ["a", "b"]
     assert rules.counts["empty"] == 1
+    mistyped = Rules("text", split_at="=-=")
+    assert texts_of(mistyped.cut(chunks_of(text, size))) == [text.strip()]
+    mistyped.report()
+    assert capsys.readouterr().out == "documents end at '=-=': 0 times\n"
     assert texts_of(Rules("text").cut(chunks_of(text, size))) == [text]
 
 

@@ -90,7 +90,7 @@ def test_what_is_not_ids_is_refused(files, tmp_path, refused):
         ("other.bin", *val): "other.bin: token 17 is 50257, but the vocabulary is 0 to 50256",
         ("train.bin",): "files of ids for validation too",
         ("train.bin", folder / "text.txt", *val): "files of ids for validation too",
-        ("train.bin", *val, "--split_at=x"): "are for text",
+        ("train.bin", *val, "--split_at=x"): "--split_at and --field are for text",
         ("train.bin", *val, "--repeat=1", "--within=16"): "are for text",
     }.items():
         first, *rest = arguments

@@ -206,7 +206,7 @@ def test_weights_that_are_replaced_meanwhile_are_not_measured(tmp_path, shards, 
 
     monkeypatch.setattr(eval_length.LossByLength, "measure", replace_too)
     evaluation = eval_length.LossByLength(lengths=(32,), tokens=64)
-    with pytest.raises(UserError, match=f"{best} was replaced meanwhile"):
+    with pytest.raises(UserError, match=f"{best} was replaced or deleted meanwhile"):
         runner.measure_or_load(evaluation, str(best))
 
 

@@ -46,8 +46,9 @@ class RetrievalEvaluation(LengthEvaluation):
     seed: int = option(1337, "seed of the numbers, their texts and their depths")
 
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
-        """By default, multiples of the training length or, if no prompt fits it, of its first
-        multiple that fits a prompt.
+        """The lengths; by default, multiples of the training length.
+
+        If no prompt fits it, they are multiples of its first multiple that fits one.
         """
         lengths = super().lengths_of(*configs)
         if self.lengths is not None:

@@ -78,7 +78,7 @@ def load_trained(
     options: Options,
     device: torch.device,
 ) -> tuple[GPT, dict]:
-    """Load a run that was `trained` with a config, as `config`: its model, and `run_facts`."""
+    """Load a run trained with the config `trained`: a model of `config`, and `run_facts`."""
     model = open_model(config, options.window).to(device).eval()
     check_kernels(model, config, options.torch_dtype)
     options.check_rope(config)
@@ -86,6 +86,7 @@ def load_trained(
     model.scale_rope(scaling, options.rope_factor, options.rope_theta)
     model.scale_scores(options.log_base)
     checkpoint.copy_weights(model, checkpoint.load(weights.path), weights.path)
+    weights.require_unchanged()  # before their file is hashed, and after
     facts = run_facts(trained, weights, options, model)
     weights.require_unchanged()
     if options.window is not None:

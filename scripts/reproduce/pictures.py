@@ -247,7 +247,10 @@ def maps(table: dict) -> Pictures:
         run = row["runs"][0]
         measured = run["evaluation"]
         evaluation = AttentionMaps(
-            device=table["device"], rope=measured["rope"], dtype=measured["dtype"]
+            device=table["device"],
+            dtype=measured["dtype"],
+            attention_impl=measured["attention_impl"],
+            rope=measured["rope"],
         )
         figure = evaluation.draw_run(run["run"], measured)
         if figure is not None:

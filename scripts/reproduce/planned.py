@@ -202,8 +202,10 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
             continue
         print(f"\n{run.folder}; {cost(left)}", flush=True)
         code = check_with_torchrun(run) or call(run.command())
-        if code and (run.finished or is_locked(run.folder)):
+        if code and is_locked(run.folder):  # torchrun exits with 1 instead of EXIT_MISTAKE
             continue  # another process was faster to start
+        if code == EXIT_MISTAKE and run.finished:
+            continue  # and has finished it meanwhile
         if code == EXIT_MISTAKE:
             raise UserError(f"{run.folder} was refused; the message is above")
         if difference := run.difference():
