@@ -410,7 +410,13 @@ def test_refusals_before_anything_is_measured(save_untrained, call, refused):
     refused(call, eval_length, bad, "--rope_factor=2", says="--rope_factor 2 needs --rope")
     refused(call, eval_length, run, "--log_base=1", says="--log_base = 1.0 must be above 1")
     for base in ("nan", "inf"):
-        refused(call, eval_length, run, f"--log_base={base}", says="must be a number below 2**63")
+        refused(
+            call,
+            eval_length,
+            run,
+            f"--log_base={base}",
+            says="must be a number between -2**63 and 2**63",
+        )
     # what is wrong with any of the runs, before the first of them is measured
     damaged = bad / "eval_length.json"
     damaged.write_text('{"loss": 1}')
