@@ -38,6 +38,7 @@ from tqdm import trange
 from config import Config, PositiveInt
 from data.loader import epoch_order
 from data.orbits import PAIRS, TIME_STEPS, Elements, Floats, G, draw_pair, positions, tokenise
+from errors import UserError
 from model import GPT
 from optim import build_optimizers, build_scaler
 from runtime.checkpoint import Training
@@ -207,7 +208,7 @@ class Physics(Evaluation):
     def finetune(self, run: Run, probe: str, task: Task) -> Floats:
         """Fine-tune a copy of the run's model on the labels; its outputs at all points, scaled.
 
-        Raises RuntimeError where the loss or the gradient norm is not finite.
+        Raises UserError where the loss or the gradient norm is not finite.
         """
         config = run.config.replace(
             learning_rate=LEARNING_RATES[probe] * run.config.learning_rate,
@@ -246,7 +247,7 @@ class Physics(Evaluation):
             batch = StepBatch(list(micro_batches), divisor=count, tokens=0)
             loss, norm = train_step(training, squared_error, batch, config.grad_clip)
             if not may_continue(loss.item(), norm.item(), scaler):
-                raise RuntimeError(
+                raise UserError(
                     f"{run.path}: {probe} diverged at step {step + 1}: loss {loss}, gradient {norm}"
                 )
         model.eval()

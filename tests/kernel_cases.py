@@ -25,10 +25,10 @@ for case in ATTENTIONS:
     if variant_unsupported_reason(variant, head_size=64) is None:
         FUSED.append(case)
 
-# Powers, of which whole ones are computed by multiplication, and what combines with any variant,
-# alone and together, with one stage and with two. (Lq, Lk) for blocks of 32 queries and 16 keys:
-# the queries follow a cache, a window's edge is in the diagonal's tile or in another, and with a
-# window of 50 keys some tiles are seen whole.
+# Settings, and (Lq, Lk) for blocks of 32 queries and 16 keys. They cover whole powers, which are
+# computed by multiplication, and other powers; each setting alone and several together; one stage
+# and two; queries that follow a cache; a window's edge in the diagonal's tile and in another; tiles
+# that a window of 50 shows whole.
 SETTINGS = {
     "lssa.py --p=1": (19, 19),
     "ablations/phi_softplus.py --p=100": (19, 19),
@@ -41,6 +41,8 @@ SETTINGS = {
     "ssmax_bias.py --positions=alibi --window=3": (21, 24),
     "lssar_p3.py --positions=alibi --nope_share=0.5 --sink=one": (18, 18),
     "softmax.py --forget=True --softcap=3 --n_kv_head=1": (18, 20),
+    "softmax.py --forget=True --sink=learned": (17, 18),
+    "softmax_p3.py --forget=True": (17, 18),
     "sigmoid_logn.py --forget=True --window=9": (18, 20),
     "sigmoid_l1.py --p=2 --softcap=3 --sink=learned": (17, 18),
     "ablations/phi_softplus.py --p=1.5 --forget=True --n_kv_head=1": (17, 18),
@@ -194,7 +196,7 @@ def evaluate(layer, tensors, formula=None):
     gradient is last.
     """
     *inputs, gradient = tensors
-    inputs = [x.clone().requires_grad_() for x in inputs]
+    inputs = [x.detach().requires_grad_() for x in inputs]  # a clone would be contiguous
     out = layer_output(layer, *inputs, formula=formula)
     learned = dict(layer.named_parameters())
     gradients = torch.autograd.grad(out, [*inputs, *learned.values()], gradient)

@@ -653,14 +653,14 @@ def test_shapes_fit_every_kernel():
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "arguments, kernels",
     [
-        ["--quick"],
-        pytest.param([], marks=pytest.mark.long),
-        pytest.param(["--variants"], marks=pytest.mark.long),
+        (["--quick"], 3),
+        pytest.param([], 48, marks=pytest.mark.long),
+        pytest.param(["--variants"], 0, marks=pytest.mark.long),
     ],
 )
-def test_machine_code_is_that_of_the_table(arguments):
+def test_machine_code_is_that_of_the_table(arguments, kernels):
     """Of one variant's kernels; with -m long of all, and every variant launches."""
     environment = dict(os.environ)
     environment.pop("TRITON_INTERPRET", None)
@@ -672,4 +672,4 @@ def test_machine_code_is_that_of_the_table(arguments):
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert arguments or done.stdout.count("instructions") == 48
+    assert done.stdout.count("instructions") == kernels

@@ -61,6 +61,7 @@ def imports_of(file: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: write imports from the repository's root"
             names.add(node.module)
             # each name is a module of a package, or something inside a module
             names.update(f"{node.module}.{alias.name}" for alias in node.names)

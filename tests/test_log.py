@@ -190,7 +190,28 @@ def test_a_run_goes_on_where_wandbs_process_has_died(tmp_path, monkeypatch, caps
     assert "wandb has stopped" in capsys.readouterr().out
 
 
-def test_a_key_that_is_none_turns_wandb_off(tmp_path, monkeypatch, capsys):
+def test_wandb_without_a_login_is_off(tmp_path, monkeypatch, capsys):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("wandb.login", lambda **options: False)
+    assert start_wandb(tmp_path, Config(), resumed=False) is None
+    assert "wandb is off: `wandb login` or" in capsys.readouterr().out
+
+
+def test_wandb_that_does_not_answer_logs_offline(tmp_path, monkeypatch, capsys):
+    import wandb
+
+    def init(mode=None, **settings):
+        if mode is None:
+            raise wandb.errors.CommError("timed out")
+        return SimpleNamespace(id="x1", offline=True, sync_dir="here")
+
+    monkeypatch.setattr("wandb.init", init)
+    start_wandb(tmp_path, Config(wandb_mode="online"), resumed=False)
+    assert "does not answer (timed out): this run is logged offline" in capsys.readouterr().out
+
+
+def test_an_api_key_of_another_form_turns_wandb_off(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "abc")
     assert start_wandb(tmp_path, Config(), resumed=False) is None

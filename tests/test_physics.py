@@ -103,6 +103,14 @@ def test_magnitudes_follow_newton_and_one_of_ten_has_two_labels(config):
         assert np.allclose(np.linalg.norm(vectors, axis=-1), distances)
 
 
+def test_scores_of_the_vectors(orbit_run, monkeypatch):
+    monkeypatch.setattr(Physics, "predict", lambda self, run, probe, task: -3 * task.forces)
+    evaluation = Physics()
+    measured = evaluation.probe_vectors(load_run(orbit_run, evaluation))
+    assert measured["cosine"] == pytest.approx(-1)
+    assert measured["relative_error"] == pytest.approx(4)
+
+
 def test_a_run_is_probed_once_and_its_files_say_all(orbit_run, call, searched, pictures, capsys):
     results = orbit_run / "physics.json"
     call(physics, orbit_run, *FEW)

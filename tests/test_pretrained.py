@@ -71,6 +71,7 @@ def test_scalars_that_gpt2_does_not_have_keep_their_initial_values(folder):
     model = load(folder, "--attention=ssmax", "--sink=learned")
     attention = model.trunk.blocks[0].attn.attention
     assert attention.s.tolist() == [1, 1]
+    assert attention.sink.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

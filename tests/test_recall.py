@@ -345,7 +345,15 @@ def test_whole_sequences_of_sort(capsys):
     assert shown() == [["99.5", "50.0"], ["25.0", "25.0"]]
     trained["accuracy"] = 0.3
     assert shown()[1] == ["6", "steps"]
-    assert shown(window=8) == [["30.0", "50.0"], ["25.0", "25.0"]]
+    for name, value in (
+        ("window", 8),
+        ("p", 2.0),
+        ("attention", "lssa"),
+        ("log_base", 50.0),
+        ("rope_factor", 4.0),
+        ("rope_theta", 500.0),
+    ):
+        assert shown(**{name: value}) == [["30.0", "50.0"], ["25.0", "25.0"]], name
 
 
 def test_a_dashed_line_is_the_level_of_chance():

@@ -36,6 +36,19 @@ def answers(tmp_path, monkeypatch):
     return measure
 
 
+def test_an_answer_ends_at_its_end_of_text(tmp_path, monkeypatch):
+    tokenizer = get_tokenizer("bytes")
+
+    def generate(model, idx, new, **options):
+        ids = [*tokenizer.encode(" no"), tokenizer.eot, *tokenizer.encode(" 12345")]
+        return torch.cat((idx, torch.tensor([ids])), dim=1)
+
+    monkeypatch.setattr(retrieval, "generate", generate)
+    trial = retrieval.Trial([tokenizer.eot], 12345, 0.5)
+    ((_, answer),) = retrieval.answered(stub_run(tmp_path, "bytes"), [trial], 100)
+    assert answer == " no"
+
+
 def haystack_of(text, name):
     config = small_config(f"softmax.py --tokenizer={name} --data_dir={text[name]}")
     return needle.haystack_of(config)

@@ -1,11 +1,13 @@
 """The check of the kernels before a run: with kernels that are sound, wrong, and that raise."""
 
 import re
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from attention_paths import module
 from attention_paths.module import Attention
 from errors import UserError
 from layers import selfcheck
@@ -84,7 +86,7 @@ def test_the_path_is_printed_with_the_reason_for_blocks(case, line, capsys):
 
 def test_kernels_that_fail_are_replaced_or_refused(automatic, broken, capsys):
     model, facts = check("lssa.py")
-    impls = {module.impl for module in model.modules() if isinstance(module, Attention)}
+    impls = {each.impl for each in model.modules() if isinstance(each, Attention)}
     assert impls == {facts["attention_path"]} == {"blocked"}
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(broken, line) and facts["problem"] in line
@@ -96,6 +98,25 @@ def test_kernels_that_join_documents_are_replaced(automatic, joining_kernels, ca
     _, facts = check("lssa.py", "--document_mask")
     assert facts["attention_path"] == "blocked"
     assert re.search("output with 32 keys differs", capsys.readouterr().err)
+
+
+def test_wrong_decoding_is_noticed(automatic, monkeypatch):
+    monkeypatch.setattr(launch, "decode", lambda q, out, arguments: out.zero_())
+    _, facts = check("lssa.py")
+    assert facts["attention_path"] == "blocked"
+    assert "last output with" in facts["problem"]
+
+
+def test_wrong_gradients_of_gates_are_noticed(automatic, monkeypatch):
+    fused = module.fused
+
+    def doubled(layer, q, k, v, context):
+        gates = context.log_forget
+        return fused(layer, q, k, v, replace(context, log_forget=2 * gates - gates.detach()))
+
+    monkeypatch.setattr(module, "fused", doubled)
+    _, facts = check("softmax.py --forget=True --sink=learned")
+    assert "gradient of gates with" in facts["problem"]
 
 
 def test_a_wide_window_is_checked_as_a_narrower_one(automatic, monkeypatch):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import lookup_backend
 
 import train as train_module
 from config import Config
@@ -115,17 +116,75 @@ def test_low_precision_trains_and_a_run_continues_in_another_dtype(train, first,
         assert tensor.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_are_rounded_to_the_dtype(train, dtype):
+    exact = metrics(train("exact", "--max_iters=1"))[1]
+    rounded = metrics(train("rounded", "--max_iters=1", f"--dtype={dtype}"))[1]
+    assert 0 < abs(rounded - exact) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "--grad_clip=0.01",
+        "--weight_decay=5",
+        "--beta1=0.5",
+        "--beta2=0.5",
+        "--adam_eps=0.1",
+        "--rope_theta=500",
+        "--optimizer=muon",
+    ],
+)
+def test_a_setting_changes_what_is_learned(train, setting):
+    plain = train("plain", "--max_iters=3")
+    assert metrics(train("other", "--max_iters=3", setting))[3] != metrics(plain)[3]
+
+
+def test_the_seed_draws_the_initial_weights(train):
+    def initial(name, seed):
+        run = train(name, "--max_iters=0", f"--seed={seed}")
+        return torch.load(run / "step_000000.pt")["model"]["wte.weight"]
+
+    first = initial("first", 1)
+    assert torch.equal(initial("again", 1), first)
+    assert not torch.equal(initial("other", 2), first)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_every_signal_of_the_documentation_stops_a_run(train, monkeypatch, name):
+    forward = GPT.forward
+
+    def signalled(self, *tensors):
+        if self.training:
+            os.kill(os.getpid(), getattr(signal, name))
+        return forward(self, *tensors)
+
+    monkeypatch.setattr(GPT, "forward", signalled)
+    with pytest.raises(SystemExit) as stop:
+        train("run")
+    assert stop.value.code == EXIT_STOPPED
+
+
 @pytest.mark.parametrize(
     "settings",
     [["configs/lssar_p15.py"], ["configs/ssmax.py", "--document_mask"]],
 )
 def test_compiled_agrees_and_saves_plain_names(train, documents, monkeypatch, settings):
     """With the graphs that torch.compile captures, but without its C++ compiler, which is slow."""
-    without_compiler = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", without_compiler)
+    graphs = []
+
+    def without_compiler(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend=without_compiler)
+    )
     arguments = (*settings, f"--data_dir={documents}", "--max_iters=2", "--n_layer=1")
     plain = train("plain", *arguments)
+    assert not graphs
     compiled = train("compiled", *arguments, "--compile")
+    assert graphs
     assert metrics(compiled) == pytest.approx(metrics(plain), rel=1e-4)
     assert weights(compiled).keys() == weights(plain).keys()
 
@@ -475,7 +534,7 @@ def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_rate(train, capsys
     assert "is good" not in message
 
 
-def test_half_the_rate_is_never_below_the_least():
+def test_the_advised_min_lr_is_not_above_half_the_rate():
     config = Config(learning_rate=6e-4, min_lr=4e-4)
     advice = train_module.how_to_continue(config, 6, saved=4)
     assert "--learning_rate=0.0003 --min_lr=0.0003 at its end" in advice

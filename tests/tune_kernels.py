@@ -19,6 +19,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -89,7 +90,9 @@ def compile_all(jobs: list[Job]) -> None:
         small.append(job._replace(sizes=single))
     workers = max(1, (os.cpu_count() or 2) - 2)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        list(tqdm(pool.map(attempt, small), "compiling", len(small)))
+        # what a compiler's fault leaves uncompiled is compiled while it is timed
+        with suppress(BrokenProcessPool):
+            list(tqdm(pool.map(attempt, small), "compiling", len(small)))
 
 
 def time_all(jobs: list[Job], end: float) -> dict[Job, float | str]:
