@@ -214,7 +214,7 @@ class Checkpoint:
         """Raise UserError if training has replaced or deleted the file since."""
         if not self.path.exists() or self.path.stat().st_mtime_ns != self.modified_ns:
             raise UserError(
-                f"{self.path} was replaced or deleted meanwhile, as while a run trains: repeat the "
+                f"{self.path} was replaced or deleted meanwhile, by a run that trains: repeat the "
                 "command"
             )
 
