@@ -67,7 +67,8 @@ def test_the_section_of_the_readme(tmp_path, shards):
     assert settings["p"] == 15
     first, middle, last = metrics(run, "val_loss").values()
     assert first == pytest.approx(math.log(257), rel=0.02)
-    assert max(middle, last) < first - 1  # rounding, which CPUs differ in, decides their order
+    assert middle < first - 1
+    assert last < middle + 0.01  # on an Intel Xeon it is 0.003 above
 
     result, control = measured_losses(run)
     assert result["variant"] == "elu1_p15"
@@ -117,7 +118,7 @@ def test_the_subclass_of_attention_in_the_documentation(tmp_path, shards):
         ["scripts/attention_maps.py", str(run), "--text=", "--tokens=256", *lengths],
     )
     first, middle, last = metrics(run, "val_loss").values()
-    assert max(middle, last) < first - 1  # rounding, which CPUs differ in, decides their order
+    assert last < middle < first - 1
     result, control = measured_losses(run)
     assert result["loss"][0] == pytest.approx(last, rel=1e-5)
     assert control["window"] == 16
