@@ -95,7 +95,7 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
                 # os.walk enters the folders that stay in its list
                 visible = [name for name in folders if name[0] != "." and name not in without]
                 folders[:] = sorted(visible)
-                for name in files:
+                for name in sorted(files):  # the last link to a file names it
                     file = Path(parent, name)
                     if name[0] != "." and name.endswith(SUFFIXES) and file.is_file():
                         found[file.resolve()] = (file.relative_to(path).as_posix(), file)

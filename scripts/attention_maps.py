@@ -151,6 +151,8 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
                 f"{config.out_dir}: the text has {text_tokens} tokens, but the model's learned "
                 f"positions end at {config.longest}: give a shorter --text, or --text '' for none"
             )
+        if not self.text and self.tokens == 0:
+            raise UserError("--text '' and --tokens 0 leave nothing to measure: drop one of them")
         layer = self.layer_of(config)
         if self.tokens == 0:
             return NO_TEXT | {"layer": layer, "tokens": None}

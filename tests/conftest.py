@@ -43,7 +43,7 @@ def shards(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def documents(shards, tmp_path_factory):
-    """The shards, with ends of text."""
+    """A copy of the shards in which end-of-text begins many documents."""
     folder = shutil.copytree(shards, tmp_path_factory.mktemp("documents") / "data")
     generator = np.random.default_rng(0)
     for path in folder.glob("*.bin"):
@@ -112,9 +112,9 @@ def joining_kernels(monkeypatch):
 def better_interpreter():
     """Correct Triton's interpreter, and speed it up.
 
-    It multiplies bfloat16 as integers, truncates float32 to bfloat16, reduces by a function of the
-    kernel element by element, in Python, and searches the language for what it replaces at each
-    call of a function.
+    It multiplies bfloat16 numbers as integers, and truncates float32 to bfloat16. It is slow where
+    a kernel reduces by a function, which it calls in Python for each element, and where a kernel
+    calls a function, for which it patches the whole language.
     """
     try:
         import triton.language as tl

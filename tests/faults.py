@@ -91,9 +91,10 @@ def _kill():
 
 
 def kill_at(number):
-    """kill -9 just before the sync, rename or unlink of this number, a sync with half a file.
+    """kill -9 just before the file operation of this number: a sync, a rename or an unlink.
 
-    Whatever a kill can leave on the disk is there before one of these.
+    Before a sync, half of the file has been written. These are all the states in which a kill can
+    leave the disk.
     """
     count = 0
 

@@ -201,10 +201,10 @@ def evaluate(layer, tensors, formula=None):
     learned = dict(layer.named_parameters())
     gradients = torch.autograd.grad(out, [*inputs, *learned.values()], gradient)
     names = ["q", "k", "v", "log_forget"][: len(inputs)]
-    found = {"out": out}
+    results = {"out": out}
     for name, x in zip([*names, *learned], gradients, strict=True):
-        found[f"d{name}"] = x
-    return {name: x.detach().double().cpu().flatten() for name, x in found.items()}
+        results[f"d{name}"] = x
+    return {name: x.detach().double().cpu().flatten() for name, x in results.items()}
 
 
 def exact_evaluation(case, tensors):

@@ -72,24 +72,24 @@ def identical(a, b):
     return a == b
 
 
-def assert_same_run(one, other):
+def assert_same_run(run, expected):
     """Bitwise the same weights, optimizer state, best weights and metrics."""
-    for runs in ((one, other), (one / "best.pt", other / "best.pt")):
+    for runs in ((run, expected), (run / "best.pt", expected / "best.pt")):
         states = [saved(run) for run in runs]
         for state in states:
             del state["config"]["out_dir"]
             del state["config"]["resume"]
         assert identical(*states), runs
-    assert comparable_rows(one) == comparable_rows(other)
+    assert comparable_rows(run) == comparable_rows(expected)
 
 
-def agree(one, other, rel=1e-5):
+def agree(first, second, rel=1e-5):
     """The same run up to the order of sums."""
     for key in ("loss", "val_loss", "grad_norm"):
-        expected = pytest.approx(metrics(other, key), rel=rel)
-        assert metrics(one, key) == expected, key
-    a = weights(one)
-    b = weights(other)
+        expected = pytest.approx(metrics(second, key), rel=rel)
+        assert metrics(first, key) == expected, key
+    a = weights(first)
+    b = weights(second)
     for name in a:
         if "c_attn.bias" in name:
             # the keys' biases have no gradient but rounding, of which Adam makes whole steps

@@ -416,7 +416,7 @@ def test_tied_rows_stay_uniform_with_bounded_gradients(case, dtype):
 
 @pytest.mark.parametrize("p", [1, 2, 3, 7, 15.0, 100, 999, 1000, 2.5])
 def test_normalised_powers_and_their_gradients(p):
-    """Those of a CPU against the formula, whose gradients are autograd's."""
+    """A CPU's faster powers against the formula, whose gradients are autograd's."""
     torch.manual_seed(0)
     exact = torch.randn(3, 50, dtype=torch.float64)
     exact[1] = -1.0  # a dead row
@@ -530,7 +530,7 @@ def test_dtypes(case, dtype):
     assert out.dtype == dtype
     assert A.dtype == inside
     exact = attn.weights(q.double(), k.double())
-    assert_near(A.double(), exact, rtol=1e-2, atol=1e-4)  # n past 256 counts in every dtype
+    assert_near(A.double(), exact, rtol=1e-4, atol=1e-6)  # n past 256 counts in every dtype
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(attn(q, k, v), out)
         assert torch.equal(attn.weights(q, k), A)

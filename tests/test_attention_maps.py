@@ -154,15 +154,16 @@ def check_rows(measured, A, visible):
     n = visible.sum(-1)
     largest = np.log(np.maximum(n, 2))
     entropy_share = np.where(n > 1, entropy / largest, 1)
-    first_token = shares[..., 0]
-    for head in range(2):
-        rows = alive[:, head]
-        expected = entropy_share[:, head][rows].mean()
-        assert measured["entropy_share"][head] == pytest.approx(expected, rel=1e-5)
-        has_no_window = visible[head, -1].all()
-        if has_no_window:
-            expected = first_token[:, head][rows].mean()
-            assert measured["first_token"][head] == pytest.approx(expected, rel=1e-5)
+    expected = {
+        "first_token": shares[..., 0],
+        "entropy_share": entropy_share,
+        "zeros": 1 - (A != 0).sum(-1) / n,
+    }
+    for name, values in expected.items():
+        for head in range(2):
+            rows = alive[:, head]
+            mean = values[:, head][rows].mean()
+            assert measured[name][head] == pytest.approx(mean, rel=1e-5, abs=1e-9)
 
 
 # ---- the command ----
@@ -223,6 +224,8 @@ def test_refuses_before_anything_is_written(trained, call, refused):
     refused(call, attention_maps, trained, "--text=a", says="1 tokens; a map takes 2 to 2048")
     refused(call, attention_maps, trained, f"--text={'a' * 2049}", says="--text has 2049 tokens")
     refused(call, attention_maps, trained, "--lengths=1", says="--lengths must be at least 2")
+    nothing = ("--text=", "--tokens=0")
+    refused(call, attention_maps, trained, *nothing, says="leave nothing to measure")
     assert not list(trained.glob("attention_*"))
 
 

@@ -96,7 +96,7 @@ def test_a_checkpoint_without_its_folder_is_usable(train, tmp_path, refused):
     refused(train, "new", f"--init_from={alone}", says=("mine.pt is damaged", "NoneType"))
 
 
-def test_what_is_no_run_is_said_in_its_own_words(train, tmp_path, refused):
+def test_a_path_that_is_no_run_is_refused_with_the_remedy(train, tmp_path, refused):
     run = train("run", "--max_iters=1")
     file = run / "step_000001.pt"
     misspelt = {
@@ -266,13 +266,24 @@ def test_a_checkpoint_that_cannot_be_read_for_a_while_is_not_taken_for_damaged(
     assert checkpoint_names(folder) == before
 
 
+@pytest.mark.parametrize("error", [MemoryError("none left"), RuntimeError("unable to mmap 9")])
+def test_memory_that_is_short_is_no_damage(run, monkeypatch, error):
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(torch, "load", fail)
+    checkpoint.open_intact.cache_clear()
+    with pytest.raises(UserError, match=f"step_000006.pt: cannot be read now: {error}"):
+        checkpoint.find(run)
+
+
 COSINE = ("--schedule=cosine", "--warmup_iters=1")
 
 
 def test_a_schedule_that_has_lowered_the_rate_is_not_changed(train, refused):
     train("run", *COSINE)
     resume = ("run", *COSINE, "--resume")
-    says = ("followed a cosine schedule of 6 steps up to step 6", "with 12 steps it would")
+    says = ("followed a cosine schedule of 6 steps up to step 6", "--learning_rate=0.001 ")
     refused(train, *resume, "--max_iters=12", "--first_batch=6", says=says)
     says = ("weight_decay = 0.1, so it cannot", "init_from")
     refused(train, *resume, "--weight_decay=1", says=says)

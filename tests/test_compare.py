@@ -122,6 +122,14 @@ def test_two_configs_end_to_end(compared, commands, mine, tmp_path, capsys, call
     refused(call, rebuild, str(tmp_path), says="has no table.json")
 
 
+def test_learned_positions_are_compared_at_the_training_length(compared):
+    """They end there."""
+    table = read_table(compared(SOFTMAX, LSSAR, "--positions=learned", "--max_iters=2"))
+    assert table["multiples"] == [1]
+    assert table["columns"] == ["1x, 16"]
+    assert len(table["rows"]) == 2
+
+
 def test_a_grid(compared, commands):
     folder = compared(SOFTMAX, "--attention=softmax,lssar", "--p=3", "--lengths=16")
     names = ["softmax,attention=softmax,p=3", "softmax,attention=lssar,p=3"]
@@ -341,6 +349,10 @@ def test_other_tasks(compared, tmp_path, refused, task, settings, unit):
         ([SOFTMAX, LSSAR, "--out_dir=x"], ["--out_dir cannot be set", "--out DIR is the folder"]),
         ([f"{SOFTMAX}:yarn", "--positions=rope,none"], ["has positions = 'none': no RoPE"]),
         ([SOFTMAX, LSSAR, "--lengths=4096"], ["validation tokens", "4096"]),
+        (
+            [SOFTMAX, LSSAR, "--positions=learned", "--lengths=32"],
+            ["a length of 32 is beyond its learned positions, which end at block_size = 16"],
+        ),
     ],
 )
 def test_refusals_come_before_any_work(compared, commands, tmp_path, arguments, parts, refused):

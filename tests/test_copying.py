@@ -1,6 +1,7 @@
 """What the first copy of a passage is worth on the second."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -95,6 +96,10 @@ def test_the_legend_says_what_the_band_is():
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.texts] == ["run", "standard error"]
     assert curve.deviation == pytest.approx([0.5] * 4)
+    assert list(curve.y) == [1] * 4
+    parts["32"]["loss"] = 9.0  # the long context hurts: a gap
+    curve = copying.worth_curve("run", {"trained_length": 16, "parts": parts}, is_control=False)
+    assert list(curve.y) == pytest.approx([1, 1, 1, math.nan], nan_ok=True)
 
 
 def test_the_command(shards, call, tmp_path, capsys, refused):
@@ -134,6 +139,19 @@ def test_the_command(shards, call, tmp_path, capsys, refused):
     call(copying, run, "--passages=5")
     (result,) = json.loads((run / "copying.json").read_text())
     assert list(result["parts"]) == ["4", "8", "12"]  # its positions end at 16
+
+
+def test_both_copies_are_one_document(shards, tmp_path, call):
+    """Of a model with document_mask too, whose attention would not reach the first copy."""
+    results = []
+    for name, settings in (("joined", ()), ("masked", ("--document_mask",))):
+        torch.manual_seed(0)
+        config = small_config("lssa.py", f"--data_dir={shards}", *settings)
+        run = saved_run(tmp_path / name, build_model(config))
+        call(copying, run, "--passages=5", "--lags=32")
+        results.append(json.loads((run / "copying.json").read_text()))
+    joined, masked = results
+    assert masked[0]["parts"] == joined[0]["parts"]
 
 
 def test_the_table_of_what_is_kept(reproduced, monkeypatch):

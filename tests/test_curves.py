@@ -30,23 +30,20 @@ def test_a_missing_run_is_refused_with_the_nearest_name(run, call, refused):
 
 
 def test_the_curves_of_a_run_in_training(run, call):
-    losses = metrics(run, "loss")
-    val_losses = metrics(run, "val_loss")
+    logged = {key: metrics(run, key) for key in ("loss", "val_loss", "lr", "grad_norm")}
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "lo')
     call(curves, run, "--smooth=3")
     assert not_blank(run / "curves.png")
 
-    steps = list(losses)
-    means_of_3 = np.convolve(list(losses.values()), [1 / 3] * 3, "valid")
-    expected = {
-        1: (steps, list(losses.values())),
-        3: (steps[1:-1], list(means_of_3)),
-    }
-    for smooth, (loss_steps, means) in expected.items():
+    for smooth in (1, 3):
         figure = curves.plot({"run": curves.read_steps(run)}, curves.Curves(smooth=smooth))
-        loss_panel, val_loss_panel, *_ = figure.axes
-        loss = loss_panel.lines[-1]
-        assert list(loss.get_xdata()) == loss_steps
-        assert loss.get_ydata() == pytest.approx(means)
-        assert list(val_loss_panel.lines[-1].get_ydata()) == list(val_losses.values())
+        for panel, (key, values) in zip(figure.axes, logged.items(), strict=True):
+            steps = list(values)
+            expected = list(values.values())
+            if smooth == 3 and key in ("loss", "grad_norm"):
+                steps = steps[1:-1]
+                expected = np.convolve(expected, [1 / 3] * 3, "valid")
+            curve = panel.lines[-1]
+            assert list(curve.get_xdata()) == steps
+            assert curve.get_ydata() == pytest.approx(expected)

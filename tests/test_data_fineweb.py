@@ -74,6 +74,19 @@ def test_fineweb_refusals(corpus, tmp_path, call, refused):
     says("Bad split: test. Available splits: ['train']", folder, "--split=test")
 
 
+@pytest.mark.parametrize(
+    "repo, name, folder",
+    [
+        ("HuggingFaceFW/fineweb", "sample-10BT", "fineweb10B"),
+        ("HuggingFaceFW/fineweb-edu", "sample-100BT", "fineweb_edu100B"),
+        ("x/My.Set", "small", "my_set_small"),
+        ("x/My.Set", None, "my_set"),
+    ],
+)
+def test_default_folders(repo, name, folder):
+    assert fineweb.default_folder(repo, name) == folder
+
+
 def test_nulls_are_left_out_and_counted(tmp_path, call, capsys):
     documents = [*make_documents(20), "", *make_documents(200, longest=100)]
     folder = tmp_path / "parquet"
@@ -90,6 +103,7 @@ def test_no_network_is_said_at_once(tmp_path, monkeypatch, call, refused):
     # nothing listens on the discard port of this machine
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("datasets.load_dataset_builder", pytest.fail)  # it retries for minutes
     says = "error: HuggingFaceFW/fineweb: cannot be read: "
     refused(call, fineweb, f"--out_dir={tmp_path / 'x'}", says=says)
     assert not (tmp_path / "x").exists()

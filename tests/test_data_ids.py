@@ -40,7 +40,7 @@ def tokens(out, split):
 
 
 def test_ids_are_copied(files, tmp_path, monkeypatch, capsys, refused):
-    """In order, from one file or several, in shards that begin again where they were stopped."""
+    """In the order given, in shards that begin again where they were stopped."""
     folder, arrays = files
     monkeypatch.setattr(ids, "CHUNK", 7)
     out = tmp_path / "out"
@@ -52,9 +52,9 @@ def test_ids_are_copied(files, tmp_path, monkeypatch, capsys, refused):
     assert "already done" not in capsys.readouterr().out
     assert run(out, *arguments) == whole
     assert "already done" in capsys.readouterr().out
-    several = (folder / "a.npy", folder / "b.npy", folder / "train.bin", *arguments[1:])
-    run(tmp_path / "several", *several)
-    expected = np.concatenate([arrays[name] for name in ("a.npy", "b.npy", "train.bin")])
+    names = ("b.npy", "train.bin", "a.npy")
+    run(tmp_path / "several", *(folder / name for name in names), *arguments[1:])
+    expected = np.concatenate([arrays[name] for name in names])
     assert np.array_equal(tokens(tmp_path / "several", "train"), expected)
     again = tmp_path / "again"
     stop_after_each_shard(monkeypatch, lambda: run(again, *arguments))

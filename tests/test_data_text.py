@@ -149,6 +149,24 @@ def test_repeats_in_the_training_text_alone(tmp_path, refused):
         refused(run_text, train, *arguments, says=says)
 
 
+def test_default_folders(folder, tmp_path, monkeypatch):
+    """Named after the tokenizer; text with repeats is in another one."""
+    monkeypatch.chdir(tmp_path)
+    run_text(folder, "--tokenizer", "bytes")
+    run_text(folder, "--tokenizer", "bytes", "--repeat", 0.5, "--within", 16)
+    for name, repeat in (("text_bytes", None), ("text_bytes_repeat", (0.5, 16))):
+        assert shards.read_meta(tmp_path / "data" / name).get("repeat") == repeat
+
+
+def test_another_field_makes_another_set(tmp_path, refused):
+    path = tmp_path / "x.jsonl"
+    lines = [json.dumps({"text": f"one {k}", "body": f"two {k}"}) for k in range(20)]
+    path.write_text("\n".join(lines))
+    command = (path, "--out_dir", tmp_path / "out")
+    run_text(*command)
+    refused(run_text, *command, "--field", "body", says="made from other documents")
+
+
 def test_text_refusals(folder, tmp_path, refused):
     def says(message, *paths):
         refused(run_text, *paths, "--out_dir", tmp_path / "out", says=message)
@@ -332,9 +350,11 @@ def test_links_are_read_by_their_names(folder, tmp_path):
     blob = tmp_path / "blobs/9f86"
     blob.parent.mkdir()
     blob.write_text('{"text": "one"}\n{"text": "two"}\n')
-    (linked / "a.jsonl").symlink_to(blob)
-    (linked / "b.jsonl").symlink_to(blob)
-    (source,) = text.inspect(text.list_files([linked]), Rules("text"))
+    for name in ("b", "a"):  # a folder lists its files in any order
+        (linked / f"{name}.jsonl").symlink_to(blob)
+    files = text.list_files([linked])
+    assert files == [("b.jsonl", linked / "b.jsonl")]
+    (source,) = text.inspect(files, Rules("text"))
     assert read_all(source) == ["one", "two"]
 
 

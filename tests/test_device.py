@@ -236,18 +236,6 @@ def repository(tmp_path, monkeypatch):
     return root
 
 
-def test_a_patch_does_not_depend_on_the_users_configuration_of_git(repository, tmp_path):
-    (repository / "model.py").write_text("changed\n")
-    (repository / "mine.py").write_text("mine\n")
-    patch = tmp_path / "patch"
-    patch.write_bytes(device.uncommitted())
-    (repository / "mine.py").unlink()
-    git(repository, "checkout", "model.py")
-    git(repository, "apply", patch)
-    assert (repository / "model.py").read_text() == "changed\n"
-    assert (repository / "mine.py").read_text() == "mine\n"
-
-
 def test_a_repository_of_another_user(repository, monkeypatch):
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     assert device.environment(torch.device("mps:0"))["commit"]  # as torch calls a Mac's GPU
@@ -267,6 +255,7 @@ def started(run, resumed_at):
 
 
 def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
+    """In patches that do not depend on the user's configuration of git."""
     run = tmp_path / "run"
     run.mkdir()
     started(run, None)
@@ -276,7 +265,7 @@ def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     assert not device.environment(torch.device("cpu"))["modified"]
     (repository / "mine.py").touch()
     assert device.environment(torch.device("cpu"))["modified"]
-    changed = b"one\nthree\xff\n"  # a diff is bytes, whatever a file holds
+    changed = b"one\nthree\xff\0\n"  # a diff is bytes, whatever a file holds
     (repository / "model.py").write_bytes(changed)
     (repository / "mine.py").write_text("attention = 'mine'\n")
     started(run, None)

@@ -75,8 +75,8 @@ RECALL = ["--task=language+recall", "--block_size=64", "--total_batch_size=512",
 
 
 @pytest.mark.parametrize("optimizer, first", [("adamw", 1), ("muon", 2)])
-def test_two_processes_agree_with_one_and_go_on_with_its_run(shards, tmp_path, optimizer, first):
-    """And one process with a run of two. With accumulation."""
+def test_a_run_is_continued_by_another_number_of_processes(shards, tmp_path, optimizer, first):
+    """From one process to two or from two to one, with accumulation, as one process trains it."""
     whole = tmp_path / "whole"
     shared = tmp_path / "shared"
     # 17 validation windows: 9 for one process and 8 for the other

@@ -27,7 +27,7 @@ CHOICE = [
     {"q": "the cat", "c": ["x", "y", "z"], "a": 1},
     {"q": "a longer question of some length", "c": ["no", "yes, it is", "maybe"], "a": 0},
     {"q": "one, two, three", "c": ["four", "five", "s"], "a": 2},
-    {"q": "q", "c": ["abcdefgh", "ab", "abcd"], "a": 0},
+    {"q": "q", "c": ["abcdefgh", "ab", "abcd"], "a": 1},
     {"q": "beyond all that can be read at once, here", "c": ["left", "right", "up"], "a": 1},
 ]
 ARC = Path(lm_eval.__file__).parent / "tasks/arc"
@@ -172,8 +172,11 @@ def test_scores(tasks, evaluate, tmp_path):
     }
 
     choice = scores["choice"]
-    assert choice["acc,none"] == pytest.approx(share_of_right_choices(model, False))
-    assert choice["acc_norm,none"] == pytest.approx(share_of_right_choices(model, True))
+    accuracy = share_of_right_choices(model, False)
+    normalised = share_of_right_choices(model, True)
+    assert accuracy != normalised
+    assert choice["acc,none"] == pytest.approx(accuracy)
+    assert choice["acc_norm,none"] == pytest.approx(normalised)
 
     last = scores["last"]
     likelihoods = []
@@ -274,8 +277,10 @@ def test_a_measurement_is_made_once(evaluate, run, monkeypatch):
     first = evaluate(run, "choice,last")
     assert evaluate(run, "last") == first
     assert measured == ["choice", "last"]
-    for change in ("--rope=none", "--limit=2", "--max_length=30"):
-        assert list(evaluate(run, "last", change)["parts"]) == ["last"]
+    for change, samples in (("--rope=none", 4), ("--limit=2", 2), ("--max_length=30", 4)):
+        parts = evaluate(run, "last", change)["parts"]
+        assert list(parts) == ["last"]
+        assert parts["last"]["results"]["last"]["sample_len"] == samples
     assert measured == ["choice", "last", "last", "last", "last"]
     assert read_json(run / "downstream.json")[0] == first  # nothing is dropped
 

@@ -1,5 +1,7 @@
 """What a run says before its first step, and that --dry_run writes nothing."""
 
+from runtime.files import lock_folder
+
 
 def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, capsys):
     out = train("run", "--dry_run", "--max_iters=7", "--val_tokens=10000")
@@ -43,6 +45,14 @@ def test_a_dry_run_before_the_data_are_made(train, capsys, tmp_path, refused):
     train("run", "--dry_run", f"--data_dir={tmp_path}/none", "--max_iters=9")
     printed = capsys.readouterr().out
     assert "none does not exist yet; create it with data.fineweb or data.text" in printed
+
+
+def test_a_dry_run_beside_a_training(train, capsys):
+    """It takes no lock: how long would the run take to another number of steps?"""
+    folder = train("run", "--max_iters=2")
+    with lock_folder(folder, "training this run"):
+        train("run", "--dry_run", "--resume", "--max_iters=9")
+    assert "step 2 of 9" in capsys.readouterr().out
 
 
 def test_a_dry_run_of_a_folder_that_cannot_be_made(train, tmp_path, refused):

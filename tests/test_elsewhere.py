@@ -12,6 +12,7 @@ import torch.nn as nn
 from attention import VARIANTS
 from attention_paths import elsewhere
 from attention_paths.elsewhere import attach, attend, count_keys, read_positions
+from attention_paths.module import Attention
 from attention_paths.reference import ReferenceAttention
 from errors import UserError
 from tests.runs import ROOT
@@ -61,12 +62,16 @@ def build(request):
     settings = dict(SIZES)
     if request.param == "Gemma2":
         settings["sliding_window"] = 6
+        settings["attn_logit_softcapping"] = 0.01  # below the scores of a model at random
     make_config = getattr(transformers, f"{request.param}Config")
     config = make_config(**settings)
 
     def new() -> nn.Module:
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        model = transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),
+            attn_implementation="eager",  # SDPA has no soft-capping
+        )
         return model.eval()
 
     return new
@@ -116,6 +121,13 @@ def test_variants_train_and_generate(build, name, p):
     assert torch.equal(generated(model), without_cache)
     with_static_cache = generated(model, cache_implementation="static")
     assert torch.equal(with_static_cache, without_cache)
+
+
+@pytest.mark.parametrize("settings, trained_length", [({}, 64), ({"trained_length": 16}, 16)])
+def test_the_training_length_is_the_models_or_is_given(build, settings, trained_length):
+    model = attach(build(), "lssar", 15.0, **settings)
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    assert [layer.trained_length for layer in layers] == [trained_length] * 2
 
 
 @torch.no_grad()
@@ -171,7 +183,7 @@ def test_a_mask_that_is_added_to_scores(build):
     visible = (document[:, None] == document) & torch.ones(20, 20, dtype=torch.bool).tril()
     lowest = torch.finfo(torch.float64).min
     added = torch.zeros(20, 20, dtype=torch.float64).masked_fill(~visible, lowest)
-    expected = plain(x, attention_mask=visible.expand(len(x), 1, 20, 20)).logits
+    expected = plain(x, attention_mask=added.expand(len(x), 1, 20, 20)).logits
     model = attach(plain, "softmax")
     for mask in (visible, added):
         logits = model(x, attention_mask=mask.expand(len(x), 1, 20, 20)).logits

@@ -70,8 +70,15 @@ def test_eval_length_is_the_mean_loss_over_the_same_tokens(save_untrained, call,
     assert result["tokens"] == 256
     for length, loss in zip(result["lengths"], result["loss"], strict=True):
         base = 10000 * max(1, length / 16) ** (8 / 6)
-        assert direct_losses(run, shards, length, theta=base).numel() == 256
-        assert loss == direct_loss(run, shards, length, theta=base)
+        losses = direct_losses(run, shards, length, theta=base)
+        assert losses.numel() == 256
+        assert loss == pytest.approx(losses.mean().item(), rel=1e-5)
+        # over two stretches, as long as the longest window
+        by_stretch = losses.view(2, 128).mean(1)
+        part = result["parts"][f"{length} tokens"]
+        assert part["by_stretch"] == pytest.approx(by_stretch.tolist(), abs=1e-5)
+        error = (by_stretch.std() / 2**0.5).item()
+        assert part["standard_error"] == pytest.approx(error, rel=1e-3)
     # beside it the same weights in a window of the training length, plain RoPE
     assert control["window"] == 16
     assert control["rope"] == "none"

@@ -288,6 +288,9 @@ def test_a_pipeline_takes_a_batch(tmp_path):
     tokenizer = export_hf.transformers_tokenizer(run.config)
     pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
     texts = ["a", "a longer text than the others are", "one"]
+    mask = torch.tensor(tokenizer(texts, padding=True)["attention_mask"])
+    assert mask[:, 0].tolist() == [0, 1, 0]  # padded on the left
+    assert mask[:, -1].all()
     batch = pipeline(texts, batch_size=2, **GREEDY)
     for text, (generated,) in zip(texts, batch, strict=True):
         ids = torch.tensor([tokenizer.encode(text)])
@@ -393,6 +396,21 @@ def test_a_model_with_document_mask_reads_documents_from_its_ids(words_file, tmp
     assert_close(packed[:, 11:], run.model(x[:, 11:]), rtol=0, atol=1e-5)
 
 
+def test_beams_take_their_documents_along():
+    # transformers is not installed everywhere
+    from scripts.common import exported_model
+
+    cache = exported_model.Cache(8)
+    cache.stored["layer"] = [torch.arange(3.0)[:, None]]
+    cache.document_length = torch.tensor([[4], [5], [6]])
+    cache.next_position = torch.tensor([[7], [8], [9]])
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    (stored,) = cache.stored["layer"]
+    assert stored.flatten().tolist() == [2, 0, 0]
+    assert cache.document_length.flatten().tolist() == [6, 4, 4]
+    assert cache.next_position.flatten().tolist() == [9, 7, 7]
+
+
 @torch.no_grad()
 def test_positions_continue_the_cache(tmp_path):
     # transformers is not installed everywhere
@@ -474,14 +492,14 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, c
     export(trained, target)
     printed = capsys.readouterr().out
     card = (target / "README.md").read_text()
-    loss = metrics(trained, "val_loss")[6]
+    losses = metrics(trained, "val_loss")
     run = load_run(trained, Options(device="cpu"))
     for row in (
         f"parameters | {run.model.count_parameters():,}",
         "steps | 6",
         "tokens per step | 1,024",
         "data | shards0",
-        f"validation loss in training | {loss:.4f} nats per token at step 6",
+        f"validation loss in training | {losses[6]:.4f} nats per token at step 6",
         "attention | lssar",
         "p | 3.0",
         "variant | lssar_p3",
@@ -492,6 +510,8 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, c
         assert f"| {key} |" not in card
     assert f'from_pretrained("{target}", trust_remote_code=True)' in printed
     assert str(tmp_path) not in card  # no path of the exporting machine
+    earlier = replace(run, facts=run.facts | {"step": 3})
+    assert f"{losses[3]:.4f} nats per token at step 3 |" in export_hf.model_card(earlier, "model")
     config = run.config.replace(name="mine", window=8, qk_norm=True, p=15.0)
     facts = run.facts | {"window": 4, "rope_theta": 5e5}
     card = export_hf.model_card(replace(run, config=config, facts=facts), "model")
@@ -520,6 +540,13 @@ def test_another_number_of_ids_is_refused_and_changes_nothing(tmp_path):
             model.resize_token_embeddings(number)
     assert model.resize_token_embeddings(257) is model.get_input_embeddings()
     assert_close(model(x).logits, run.model(x), rtol=0, atol=1e-6)
+
+
+def test_a_model_without_end_of_text_is_refused(tmp_path, refused):
+    run = open_run(tmp_path / "run", "softmax.py --vocab_size=256")
+    says = "needs end-of-text, id 256 of tokenizer = 'bytes', but vocab_size = 256 leaves it out"
+    refused(export, run.path, tmp_path / "hf", says=says)
+    assert not (tmp_path / "hf").exists()
 
 
 def test_a_run_of_any_schedule_is_exported(tmp_path):

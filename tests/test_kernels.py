@@ -23,7 +23,7 @@ from generation import generate
 from layers.build import build_model
 from model import compile_model
 from runtime.config_files import load_config
-from tests.helpers import SMALL, small_config, small_model
+from tests.helpers import ATTENTIONS, SMALL, small_config, small_model
 from tests.kernel_cases import (
     DEVICE,
     FUSED,
@@ -54,6 +54,22 @@ BFLOAT16 = torch.bfloat16
 FLOAT32 = torch.float32
 # interpreted blocks are 32 queries and 16 keys: 37 is more than a block of each, and a part of one
 LENGTHS = [4, 19, 1, 21, 5, 37, 3]
+
+
+def test_the_configs_without_a_kernel_are_those_of_the_documentation():
+    """docs/variants.md lists their variants."""
+    assert sorted(set(ATTENTIONS) - set(FUSED)) == [
+        "ablations/lssa_threshold.py",
+        "ablations/softmax_inverse.py",
+        "ablations/softmax_recentred.py",
+        "ablations/softmax_recentred_l1.py",
+        "adaptive_temperature.py",
+        "asentmax.py",
+        "entmax15.py",
+        "scale_invariant.py",
+        "sparsemax.py",
+        "stick_breaking.py",
+    ]
 
 
 @pytest.mark.parametrize("case", FUSED)
@@ -147,9 +163,9 @@ def test_saved_tensors_that_a_hook_has_repacked(case):
     tensors = draw(9, 9, 16, FLOAT32)
     expected = evaluate(kernels(case, 16), tensors)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
-        found = evaluate(kernels(case, 16), tensors)
+        results = evaluate(kernels(case, 16), tensors)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value)
+        torch.testing.assert_close(results[name], value)
 
 
 # ---- extreme inputs ----
@@ -164,14 +180,14 @@ def test_tied_rows_stay_uniform_with_bounded_gradients(case, inputs):
     else:
         q = torch.zeros_like(q)
     tensors = (q, k, v, gradient)
-    found = evaluate(kernels(case, 16), tensors)
+    results = evaluate(kernels(case, 16), tensors)
     count = torch.arange(1, 22)[:, None]
     mean = v.double().cumsum(2) / count
-    torch.testing.assert_close(found["out"], mean.flatten(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(results["out"], mean.flatten(), rtol=0, atol=1e-5)
     for name, exact in exact_evaluation(case, tensors).items():
         # a zero query's gradient is 1e6 times another's: l2_normalise divides it by 1e-6
         scale = max(gradient.norm(), exact.norm())
-        error = (found[name] - exact).norm()
+        error = (results[name] - exact).norm()
         assert error < 1e-5 * scale, name
 
 
@@ -202,11 +218,11 @@ def test_scores_and_sinks_of_ten_thousand(case, size):
         sinks = torch.tensor([1e4, -1e4])
         layer.sink.data.copy_(sinks)
         exactly.sink.data.copy_(sinks)
-    found = evaluate(layer, (q, k, v, gradient))
-    for name, value in found.items():
+    results = evaluate(layer, (q, k, v, gradient))
+    for name, value in results.items():
         assert value.isfinite().all(), name
     out = layer_output(exactly, q.double(), k.double(), v.double()).detach()
-    torch.testing.assert_close(found["out"], out.flatten(), rtol=0, atol=2e-2)
+    torch.testing.assert_close(results["out"], out.flatten(), rtol=0, atol=2e-2)
     last = decode(layer, q, k, v).double()
     torch.testing.assert_close(last, out[:, :, -1:], rtol=0, atol=2e-2)
 
@@ -227,10 +243,10 @@ def test_forget_gates_that_are_nearly_closed(case):
     assert F.logsigmoid(gates).sum(-1).max() < -300
     tensors = inputs_of(case, draw(37, 37, 16, FLOAT32), gates)
     incoming = tensors[-1].norm()
-    found = evaluate(kernels(case, 16), tensors)
+    results = evaluate(kernels(case, 16), tensors)
     for name, exact in exact_evaluation(case, tensors).items():
         scale = max(exact.norm(), 1e-2 * incoming)
-        error = (found[name] - exact).norm()
+        error = (results[name] - exact).norm()
         assert error < 1e-4 * scale, name
 
 
@@ -271,12 +287,12 @@ def test_softpick_of_extreme_scores():
     q[..., 0] = 4
     k[..., 0] = torch.stack(scores).view(2, 2, 20)
     layer = kernels("softpick.py", 16)
-    found = evaluate(layer, (q, k, v, gradient))
-    for name, value in found.items():
+    results = evaluate(layer, (q, k, v, gradient))
+    for name, value in results.items():
         assert value.isfinite().all(), name
     # each head has one row of `scores`
-    out = found["out"].view(4, 20, 16)
-    dv = found["dv"].view(4, 20, 16)
+    out = results["out"].view(4, 20, 16)
+    dv = results["dv"].view(4, 20, 16)
     v_by_head = v.view(4, 20, 16)
     assert not out[1:3].any()
     assert not dv[1:3].any()
@@ -344,9 +360,9 @@ def test_tiles_that_no_row_sees_are_never_visited(case, atomic, edge, monkeypatc
         ((q, without(k, early_keys), without(v, early_keys), gradient), late_rows),
         ((without(q, late_rows), k, v, without(gradient, late_rows)), early_keys),
     ):
-        found = evaluate(layer, tensors)
+        results = evaluate(layer, tensors)
         for name in ("out", "dq", "dk", "dv"):
-            ours = found[name].view(q.shape)
+            ours = results[name].view(q.shape)
             expected = clean[name].view(q.shape)
             torch.testing.assert_close(
                 ours[:, :, inside],
@@ -379,9 +395,9 @@ def test_a_phi_scale_and_bias_of_ones_own(p, monkeypatch):
     )
     monkeypatch.setitem(VARIANTS, "elu1", own)
     tensors = draw(21, 21, 16, FLOAT32, B=2)
-    found = compare(f"softmax.py --attention=elu1{p}", tensors)
-    assert found["ds"].norm() > 0
-    assert found["db"].norm() > 0
+    results = compare(f"softmax.py --attention=elu1{p}", tensors)
+    assert results["ds"].norm() > 0
+    assert results["db"].norm() > 0
 
 
 # ---- phi ----
@@ -439,12 +455,12 @@ def test_sums_of_softplus_by_products():
     ]
     y = torch.cat(rows)
     y[2, 5:] = -math.inf  # masked
-    found = torch.empty(len(y), device=DEVICE)
-    total[(len(y),)](y.to(DEVICE), found, N=128)
+    sums = torch.empty(len(y), device=DEVICE)
+    total[(len(y),)](y.to(DEVICE), sums, N=128)
     exponential = torch.exp2(y.double())
     softplus = torch.log2(1 + exponential)
     softplus = softplus.where(y > -40, exponential / math.log(2))
-    torch.testing.assert_close(found.double().cpu(), softplus.sum(1), rtol=6e-7, atol=0)
+    torch.testing.assert_close(sums.double().cpu(), softplus.sum(1), rtol=6e-7, atol=0)
 
 
 def test_constants_and_phis_are_those_of_the_table():

@@ -846,7 +846,7 @@ def test_a_cache_that_is_too_small_is_refused():
         model.hidden(tokens(1, 1), cache)
 
 
-def test_at_a_high_temperature_all_tokens_but_never_are_alike():
+def test_at_a_high_temperature_any_token_is_sampled_but_the_forbidden_one():
     model = small_model("softmax.py").float()
     prompts = tokens(1, 6).expand(400, -1)
     hot = generate(model, prompts, 1, temperature=1e6, never=3)

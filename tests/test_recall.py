@@ -287,8 +287,8 @@ def test_the_accuracy_by_distance():
         answers=np.array([5, 6]),
         sources=np.array([57, 0]),
     )
-    given = [np.array([3, 4]), np.array([5, 0])]
-    assert recall.judge([near, far], given) == {
+    predictions = [np.array([3, 4]), np.array([5, 0])]
+    assert recall.judge([near, far], predictions) == {
         "accuracy": 0.75,
         "exact": 0.5,
         "answers": 4,

@@ -185,8 +185,8 @@ def test_a_run_that_saves_while_it_is_measured(tmp_path, shards, monkeypatch):
 
     monkeypatch.setattr(eval_length.LossByLength, "measure", save_too)
     evaluation = eval_length.LossByLength(lengths=(32,), tokens=64)
-    found = runner.measure_or_load(evaluation, run)
-    assert found["step"] == found["control"]["step"] == 7
+    result = runner.measure_or_load(evaluation, run)
+    assert result["step"] == result["control"]["step"] == 7
 
 
 def test_weights_that_are_replaced_meanwhile_are_not_measured(tmp_path, shards, monkeypatch):
@@ -199,9 +199,9 @@ def test_weights_that_are_replaced_meanwhile_are_not_measured(tmp_path, shards, 
     measure = eval_length.LossByLength.measure
 
     def replace_too(evaluation, opened, chunk):
-        other = best.with_suffix(".new")
-        torch.save(torch.load(best) | {"step": 9}, other)
-        other.replace(best)
+        newer = best.with_suffix(".new")
+        torch.save(torch.load(best) | {"step": 9}, newer)
+        newer.replace(best)
         return measure(evaluation, opened, chunk)
 
     monkeypatch.setattr(eval_length.LossByLength, "measure", replace_too)
@@ -213,17 +213,17 @@ def test_weights_that_are_replaced_meanwhile_are_not_measured(tmp_path, shards, 
 def test_a_command_reads_a_checkpoint_once(run, call, pictures, monkeypatch):
     """A run and its control: the first command measures them, the second finds them."""
     find = checkpoint.find
-    found = []
+    calls = []
 
     def recorded(*arguments):
-        found.append(arguments)
+        calls.append(arguments)
         return find(*arguments)
 
     monkeypatch.setattr(checkpoint, "find", recorded)
     call(eval_length, run, "--lengths=128,256", "--tokens=256")
-    assert len(found) == 1
+    assert len(calls) == 1
     call(eval_length, run, "--lengths=128,256", "--tokens=256")
-    assert len(found) == 2
+    assert len(calls) == 2
     assert len(measured_losses(run)) == 2
 
 

@@ -30,11 +30,11 @@ def test_windows_inside_documents(tmp_path):
     write_shard(tmp_path / "text_val_000000.bin", text)
     config = small_config("softmax.py", f"--data_dir={tmp_path}")
 
-    found = stretches((8, 32), 10**6, config, whole_documents=True)
+    stretch = stretches((8, 32), 10**6, config, whole_documents=True)
     starts = [9, 43, 75, *range(120, 280, 32)]
-    assert np.array_equal(found, pieces(text, starts, 33))
+    assert np.array_equal(stretch, pieces(text, starts, 33))
 
-    x, y = next(windows(found, 8, torch.device("cpu")))
+    x, y = next(windows(stretch, 8, torch.device("cpu")))
     starts_of_8 = []
     for start in starts:
         starts_of_8 += [start, start + 8, start + 16, start + 24]

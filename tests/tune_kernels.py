@@ -162,10 +162,10 @@ def kernel_ms(job: Job) -> float:
         launch.SHAPES[kind] = table | {job.kernel: {128: job.shape}}
     allowed = (8 + (layer.p or 0)) * ROUNDING
     try:
-        found = evaluate(job.config, job.sizes)
-        for value, other in zip(found, reference, strict=True):
-            difference = (value - other).float().norm()
-            error = float(difference / other.float().norm())
+        results = evaluate(job.config, job.sizes)
+        for result, exact in zip(results, reference, strict=True):
+            difference = (result - exact).float().norm()
+            error = float(difference / exact.float().norm())
             if not error <= allowed:
                 raise ValueError(f"differs from today's shape by {error:.2g}")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
