@@ -193,16 +193,17 @@ def train(
         monitor = Monitor(config, training, log, saver, rank_flops_per_token)
         while True:
             finished = training.step >= config.max_iters
+            # A run that is resumed from here has validated and saved, unless a new max_iters has
+            # made this step the last one.
             just_resumed = training.step == training.resumed_at
-            # Validates before it saves. A run that is resumed from here need not validate again,
-            # unless a new max_iters has made this step the last one.
-            validates = finished or training.step % config.eval_interval == 0
             became_last = finished and "max_iters" in training.changes
-            if loader is not None and validates and (became_last or not just_resumed):
+            is_new = not just_resumed or became_last
+            validates = finished or training.step % config.eval_interval == 0
+            if loader is not None and is_new and validates:
                 monitor.validate(loader)
             stopped = all_reduce_max(len(signals)) > 0  # on the CPU: no wait for the GPU
             is_last = finished or stopped
-            if not just_resumed and (is_last or training.step % config.checkpoint_interval == 0):
+            if is_new and (is_last or training.step % config.checkpoint_interval == 0):
                 monitor.save()
             if is_last:
                 break

@@ -185,7 +185,7 @@ class Saver:
             file.write(content.getbuffer())
         if path.name == "best.pt":
             return
-        self.intact.insert(0, path)
+        self.intact = [path, *(old for old in self.intact if old != path)]
         keep = set(self.intact[: self.config.keep_last])
         if self.config.keep_every:
             keep |= {old for old in self.intact if step_of(old) % self.config.keep_every == 0}

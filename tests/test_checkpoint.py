@@ -138,13 +138,14 @@ def test_nothing_that_is_loaded_runs_code(train, tmp_path, capsys):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "evil"),)
 
-    file = folder / "step_000006.pt"
-    torch.save({"model": Evil(), "step": 6, "config": {}}, file)
+    trap = tmp_path / "trap.pt"
+    torch.save({"model": Evil(), "step": 6, "config": {}}, trap)
+    shutil.copy(trap, folder / "step_000006.pt")
     capsys.readouterr()
     train("run", "--resume", "--max_iters=3")
     assert "step_000006.pt is damaged: " in capsys.readouterr().err
     assert not (tmp_path / "evil").exists()
-    torch.load(file, weights_only=False)  # the trap itself works
+    torch.load(trap, weights_only=False)  # the trap itself works
     assert (tmp_path / "evil").exists()
 
 
@@ -238,6 +239,20 @@ def test_a_failed_write_costs_one_checkpoint(tmp_path, monkeypatch, capsys):
         with pytest.raises(UserError, match=r"step_000004.pt: cannot be written"):
             saver.save("step", state(5))
     assert checkpoint_names(tmp_path) == ["step_000002.pt"]
+
+
+def test_a_step_that_becomes_the_last_one_is_validated_and_saved_again(train):
+    """Its checkpoint knows the lowest loss, so no worse weights replace best.pt later."""
+    settings = ("--checkpoint_interval=2", "--eval_interval=100", "--keep_last=3")
+    folder = train("run", *settings)
+    for name in ("best.pt", "step_000006.pt"):
+        (folder / name).unlink()
+    train("run", *settings, "--keep_last=2", "--max_iters=4", "--resume")
+    assert checkpoint_names(folder) == ["best.pt", "step_000002.pt", "step_000004.pt"]
+    best = torch.load(folder / "best.pt")
+    last = torch.load(folder / "step_000004.pt")
+    assert best["step"] == 4
+    assert last["best_val_loss"] == best["best_val_loss"] == metrics(folder, "val_loss")[4]
 
 
 def test_damaged_checkpoints_do_not_displace_intact_ones(train):
