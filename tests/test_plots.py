@@ -23,6 +23,16 @@ def test_a_saved_picture_has_the_format_of_its_suffix(tmp_path, monkeypatch, cap
     assert not_blank(tmp_path / "a.png")
 
 
+def test_a_long_title_is_broken_between_words():
+    name = "softmax,qk_norm=True,rope_share=0.5,learning_rate=0.016"
+    figure = draw_curves({f"minus {name}, at 1,024 tokens": [Curve("a", [1, 2], [3, 4])]}, "x", "y")
+    (axes,) = figure.axes
+    assert axes.get_title().split("\n") == [
+        "minus softmax, qk_norm=True, rope_share=0.5,",
+        "learning_rate=0.016, at 1,024 tokens",
+    ]
+
+
 def test_a_reference_takes_no_style_of_a_curve():
     chance = Curve("chance", [1, 2], [5, 5], style="reference")
     a = Curve("a", [1, 2], [3, 4])

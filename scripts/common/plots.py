@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,7 +147,8 @@ def draw_curves(
         for band in {curve.band for curve in curves if curve.band}:  # one in a panel
             axes.fill_between([], [], color="0.3", alpha=0.2, lw=0, label=band)
         axes.set(xlabel=xlabel, ylabel=ylabel)
-        axes.set_title(textwrap.fill(title, TITLE_WIDTH), fontsize="medium")
+        words = re.sub(r",(?=[a-z])", ", ", title)  # an entry's name has no space: lssar,p=3,seed=1
+        axes.set_title(textwrap.fill(words, TITLE_WIDTH), fontsize="medium")
         if "x" in log:
             axes.set_xscale("log")
             if len(points) <= MOST_TICKS:
