@@ -21,7 +21,6 @@ ROOT = Path(__file__).parent
 ROPE = {"positions": ("rope",)}
 LINEAR = {"projections": ("linear",)}
 TPA = {"projections": ("tpa",)}
-ROPE_OR_ALIBI = {"positions": ("rope", "alibi"), **LINEAR}
 ORBITS = {"task": ("orbits",)}
 LANGUAGE = {"task": ("language", "language+recall")}
 RECALL = {"task": ("recall", "language+recall")}
@@ -91,7 +90,9 @@ class Config:
         needs=ROPE,
     )
     nope_share: FractionBelowOne = setting(
-        0.0, "Share of heads, the first ones, without RoPE or ALiBi.", needs=ROPE_OR_ALIBI
+        0.0,
+        "Share of heads, the first ones, without RoPE or ALiBi.",
+        needs={"positions": ("rope", "alibi"), **LINEAR},
     )
     local_window: PositiveInt | None = setting(
         None,
@@ -331,7 +332,7 @@ class Config:
         """The number of heads of keys and values."""
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
-    def nope_heads(self, layer: int = 0) -> int:
+    def nope_heads(self, layer: int) -> int:
         """Return how many heads of a layer nope_share and nope_every leave without RoPE or ALiBi.
 
         With positions = "none" or "learned" both settings are 0, and so is the result.
@@ -368,9 +369,9 @@ class Config:
 
 
 SETTINGS = {f.name: f.metadata for f in fields(Config)}
-# The first setting of each group, and the group's name. A group ends where the next begins: a
-# setting that moves within Config may join another group, and then other rules hold for it when
-# runs are compared or resumed.
+# The first setting of each group, and the group's name; a group ends where the next begins. LEARNED
+# and FREE_ON_RESUME are made of groups, so a setting's place in Config decides whether runs that
+# differ in it may be compared, and whether it may change on resume.
 GROUPS = {
     "attention": "attention",
     "n_layer": "model",

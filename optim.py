@@ -66,8 +66,8 @@ class InFloat32(TorchFunctionMode):
 class ShardedMuon(torch.optim.Muon):
     """torch's Muon, sharded across ranks as in modded-nanogpt and nanochat.
 
-    Each rank orthogonalises its own matrices and broadcasts them. It has the momentum of all, so
-    that checkpoints do not depend on the number of ranks.
+    Each rank orthogonalises its share of the matrices and broadcasts them. Every rank has the
+    momentum of all matrices, so that checkpoints do not depend on the number of ranks.
     """
 
     @torch.no_grad()
@@ -115,11 +115,11 @@ def build_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScal
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
-    """Update the weights unless `found_inf`, a float32 tensor, is 1; in training in float16.
+    """In float16, update the weights unless `found_inf`, a float32 tensor, is 1.
 
-    GradScaler.step would decide for each optimizer by its own gradients. A fused optimizer reads
-    the tensor on the device, as GradScaler has it do. For other optimizers, such as Muon, the host
-    waits.
+    GradScaler.step looks at the gradients of one optimizer alone, so Muon might skip a step that
+    AdamW takes. A fused optimizer reads the tensor on the device; for another optimizer, such as
+    Muon, the host waits for its value.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]

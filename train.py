@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from config import LEARNED, Config
+from config import LARGEST_BATCH, LEARNED, Config
 from errors import UserError, command
 from runtime.config_files import command_line
 
@@ -80,10 +80,7 @@ LossFn = Callable[[Tensor, Tensor], Tensor]  # from inputs and targets to nats
 
 
 @command
-def main(config: Config | None = None) -> None:
-    """Train with this config or, by default, with the command line's."""
-    if config is None:
-        config = command_line()
+def main(config: Config) -> None:
     check_attention(config)
     if rank() == 0:
         wandb_settings(config)  # raises UserError before the run's folder is made
@@ -101,7 +98,9 @@ def main(config: Config | None = None) -> None:
         batch_size = min(all_gather(batch_size))  # the ranks' GPUs may differ in memory
         if batch_size != config.batch_size and rank() == 0:
             sequences = config.total_batch_size // (world_size() * config.block_size)
-            limit = f"is at most {config.batch_size}" if config.batch_size else "fits"
+            limit = f"is at most {config.batch_size or LARGEST_BATCH}"
+            if not config.batch_size:
+                limit += ", fits"
             reason = f"the largest that {limit} and divides {sequences} sequences"
             say(f"batch_size = {batch_size}: {reason}")
         config = config.replace(batch_size=batch_size)
@@ -140,12 +139,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     # ---- model ----
     torch.manual_seed(config.seed)
     model = build_model(config).to(device)
-    kernel_facts = check_kernels(
-        model,
-        config,
-        dtype,
-        say=say if rank() == 0 else None,
-    )
+    kernel_facts = check_kernels(model, config, dtype, say=say if rank() == 0 else None)
     initial_weights = load_initial(model, config.init_from) if config.init_from else None
 
     # ---- optimizers ----
@@ -160,7 +154,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     if loader is not None and loader.documents and "varlen" in kernel_facts["attention_path"]:
         check_capacity(config, loader.documents.per_sequence)
     if rank() == 0:
-        say(describe(config, training, loader, world_size()))
+        say(describe(config, training, loader))
         if loader is not None and not config.dry_run:
             facts = kernel_facts | {"data": identity}
             if initial_weights is not None:
@@ -178,8 +172,8 @@ def train(
 ) -> bool:
     """Train until the last step or a signal; returns whether a signal stopped it.
 
-    `fetch` returns this rank's share of a step. Without a loader, as for scripts.finetune_squad,
-    there is neither validation nor MFU.
+    `fetch` returns this rank's share of a step. Without a loader there is neither validation nor
+    MFU.
     """
     run = Path(config.out_dir)
     rank_flops_per_token = 0.0
@@ -312,7 +306,7 @@ class StepBatch(NamedTuple):
     """A rank's share of a step, whose loss is the sum of the micro-batches' losses / divisor."""
 
     micro_batches: Sequence[tuple[Tensor, Tensor]]
-    divisor: int  # number of micro-batches; in scripts.physics, of labels
+    divisor: int  # the number of micro-batches, if each loss is a mean
     tokens: int  # processed in the step by all ranks together
 
 
@@ -493,7 +487,7 @@ class Monitor:
                     "the initial weights and the attention's formulas"
                 )
             print(f"error: step {step}: {error}. {advice}", file=sys.stderr, flush=True)
-        all_reduce_max(0)  # torchrun kills the others once a rank has ended
+        all_reduce_max(0)  # until rank 0 has printed: torchrun kills all ranks once one has ended
         sys.exit(1)
 
 

@@ -1,5 +1,7 @@
 """The attention of a layer's heads, built from a Config and checked."""
 
+import functools
+
 from attention import VARIANTS
 from attention_paths.module import Attention
 from config import Config
@@ -15,17 +17,23 @@ def build_attentions(config: Config, layer: int) -> list[Attention]:
     check_choice("attention", config.attention, VARIANTS)
     if config.local_window is None:
         return [build_heads(config, range(config.n_head), config.layer_window(layer))]
-    local_config = config.replace(attention="softmax", p=None, s_init=Config.s_init)
     all_heads = range(config.n_head)
     nope_heads = config.nope_heads(layer)
     groups = []
     if nope_heads > 0:
         groups.append(build_heads(config, all_heads[:nope_heads], config.layer_window(layer)))
     if nope_heads < config.n_head:
-        local = build_heads(local_config, all_heads[nope_heads:], config.local_window)
+        local_heads = all_heads[nope_heads:]
+        local = build_heads(local_config(config), local_heads, config.local_window)
         local.is_local = True
         groups.append(local)
     return groups
+
+
+@functools.cache  # a new Config reads the tokenizer's file, and every layer needs this one
+def local_config(config: Config) -> Config:
+    """Return the config of a hybrid's heads with positions: softmax, without re-weighting."""
+    return config.replace(attention="softmax", p=None, s_init=Config.s_init)
 
 
 def check_attention(config: Config) -> None:

@@ -1,11 +1,11 @@
-"""A run's checkpoints, written atomically and read back.
+"""A run's checkpoints, written and read back.
 
 step_000200.pt     everything needed to resume, after 200 steps
 best.pt            the weights with the lowest validation loss
 
-Checkpoints are written atomically: to a temporary file, which is synced and then renamed. Older
-checkpoints are deleted only after the rename, so a step_*.pt is never incomplete. It is a zip
-archive, whose checksums reveal damage by the disk.
+A checkpoint is written to a temporary file, which is synced and then renamed, so a step_*.pt is
+never incomplete. Older checkpoints are deleted only after the rename. Each file is a zip archive,
+whose checksums reveal damage by the disk.
 """
 
 import functools
@@ -58,7 +58,7 @@ class State(msgspec.Struct, kw_only=True):
     step: Annotated[int, msgspec.Meta(ge=0)]
     config: Settings
     best_val_loss: float = math.inf
-    data: Identity = {}  # of the data; empty: not recorded
+    data: Identity = {}  # empty: not recorded
     optimizers: list[dict[str, Any]] = []
     scaler: dict[str, int | float] = {}
 
@@ -203,12 +203,19 @@ class Checkpoint:
 
     path: Path
     modified_ns: int
-    run: Path  # its folder or, if that was asked for, this file
+    run: Path  # the argument of find: the run's folder, or this file
 
     @functools.cached_property  # it reads the whole file
     def id(self) -> dict[str, Any]:
         """The step and sha256, which identify the weights in results."""
         return {"step": load(self.path).step, "sha256": sha256_of(self.path)}
+
+    def id_if_unchanged(self) -> dict[str, Any]:
+        """The id, once the weights have been read. Raises UserError as `require_unchanged` does."""
+        self.require_unchanged()  # before the file is hashed, and after
+        weights_id = self.id
+        self.require_unchanged()
+        return weights_id
 
     def require_unchanged(self) -> None:
         """Raise UserError if training has replaced or deleted the file since."""
@@ -278,10 +285,7 @@ def load_weights(model: GPT, run: str | Path) -> dict[str, Any]:
     """Copy a run's weights into the model, as `copy_weights`; returns their checkpoint's id."""
     checkpoint = find(run)
     copy_weights(model, load(checkpoint.path), checkpoint.path)
-    checkpoint.require_unchanged()  # before its file is hashed, and after
-    weights_id = checkpoint.id
-    checkpoint.require_unchanged()
-    return weights_id
+    return checkpoint.id_if_unchanged()
 
 
 def copy_weights(model: GPT, state: State, source: str | Path) -> None:

@@ -29,6 +29,7 @@ from errors import UserError, did_you_mean, nearest
 from runtime.files import convert, read_json
 from runtime.hf_config import PRETRAINED, pretrained_settings
 
+SCALES = ROOT / "configs/scales"
 # A file in a run's folder: the absolute path of the run's data_dir.
 DATA_DIR = "data_dir.txt"
 
@@ -72,7 +73,7 @@ def load_config(arguments: list[str]) -> Config:
             file = Path(argument)
             settings = read_file(argument)
             # scales say how large a run is, not what it is of
-            is_variant = file.suffix == ".py" and "scales" not in file.parts
+            is_variant = file.suffix == ".py" and not file.resolve().is_relative_to(SCALES)
             names_given.append(str(settings.pop("name", "")) or (file.stem if is_variant else ""))
             values |= settings
             files.append(file)
@@ -112,11 +113,10 @@ def default_out_dir(files: Sequence[Path], settings: dict[str, Any], config: Con
 
 def stem_of(file: Path) -> str:
     """A config file's name: of configs/scales/recall/tiny.py, recall_tiny."""
-    scales = ROOT / "configs/scales"
     path = file.resolve()
-    if not path.is_relative_to(scales):
+    if not path.is_relative_to(SCALES):
         return file.stem
-    return "_".join(path.relative_to(scales).with_suffix("").parts)
+    return "_".join(path.relative_to(SCALES).with_suffix("").parts)
 
 
 def shorten(name: str, longest: int = 55) -> str:

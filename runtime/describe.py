@@ -4,6 +4,7 @@ from config import Config, settings_in
 from data.loader import Documents, Loader
 from model import GPT
 from runtime.checkpoint import Training
+from runtime.distributed import world_size
 from runtime.hf_config import PRETRAINED
 from runtime.nanogpt import NANOGPT
 from runtime.run_folder import read_config
@@ -13,15 +14,10 @@ from runtime.run_folder import read_config
 MANY_EPOCHS = 4
 
 
-def describe(
-    config: Config,
-    training: Training,
-    loader: Loader | None,
-    world_size: int,
-) -> str:
+def describe(config: Config, training: Training, loader: Loader | None) -> str:
     """Describe a run that is about to start or continue; without data there is no loader."""
     step_tokens = config.total_batch_size
-    micro_batches = step_tokens // (world_size * config.batch_size * config.block_size)
+    micro_batches = step_tokens // (world_size() * config.batch_size * config.block_size)
     run_tokens = config.max_iters * step_tokens
     tokens_left = run_tokens - training.step * step_tokens
     flops = tokens_left * training.model.flops_per_token()
@@ -32,7 +28,7 @@ def describe(
         f"{training.device.type} in {dtype}; run folder {config.out_dir}",
         describe_data(config, loader, run_tokens),
         f"{at_most}{run_tokens:,} tokens in steps of {at_most}{step_tokens:,} (processes x "
-        f"micro-batches x batch_size x block_size = {world_size} x {micro_batches} x "
+        f"micro-batches x batch_size x block_size = {world_size()} x {micro_batches} x "
         f"{config.batch_size} x {config.block_size}), {at_most}{flops:.1e} FLOP to do, step "
         f"{training.step} of {config.max_iters}",
     ]

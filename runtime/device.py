@@ -155,13 +155,13 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
-def pick_compile(setting: bool | None, device: torch.device, slow: bool = False) -> bool:
-    """Whether to compile the model: the setting or, if it is None, on CUDA unless it is slow.
+def pick_compile(setting: bool | None, device: torch.device, many_graphs: bool = False) -> bool:
+    """Whether to compile the model: the setting or, if it is None, on CUDA unless to many graphs.
 
     Raises UserError if torch.compile would fail, without a compiler or Python's headers.
     """
     if setting is None:
-        setting = device.type == "cuda" and not slow
+        setting = device.type == "cuda" and not many_graphs
     if setting:
         check_compiler(device)
     return setting
@@ -219,7 +219,8 @@ def mfu_and_memory(device: torch.device, flops_per_s: float) -> dict[str, float]
     if device.type == "cuda" and flops_per_s:
         gpu = torch.cuda.get_device_name(device)
         for name, peak in PEAK_FLOPS.items():
-            if re.search(rf"\b{name}\b(?! (Laptop|D\b))", gpu):  # which are slower
+            # these, and shares of a GPU, have another peak
+            if re.search(rf"\b{name}\b(?! (Laptop|Ti|D)\b|.* MIG )", gpu):
                 measured["mfu"] = flops_per_s / peak
                 break
     return measured | {"memory_mb": memory_mb(device)}

@@ -10,8 +10,6 @@ from runtime.nanogpt import NANOGPT, SIZES, convert_checkpoint, is_nanogpt_check
 
 # Precedes the name or the folder of a Hugging Face GPT-2 in init_from.
 PRETRAINED = "hf:"
-# Errors that transformers raises for a missing or unknown model.
-LOADING_ERRORS = (ImportError, OSError, ValueError, KeyError)
 # Required values in the config of a Hugging Face GPT-2.
 GPT2 = {
     "model_type": "gpt2",
@@ -49,16 +47,36 @@ def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def load_hf_config(source: str) -> Any:
-    """Load the config of hf:NAME or hf:FOLDER. Raises UserError if it cannot be loaded."""
+    """Load the config of a model by its name on the hub or its folder, without the hf: before it.
+
+    Raises UserError if it cannot be loaded.
+    """
     try:
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except LOADING_ERRORS as error:
+    except Exception as error:  # of many types, some of them of huggingface_hub
         reason = first_line(error)
         if not Path(source).is_dir():
             reason = f"there is no folder {source} here, and as a name on the hub: {reason}"
         raise UserError(f"{PRETRAINED}{source} cannot be loaded: {reason}") from error
+
+
+def load_pretrained(model_class: Any, source: str, **options: Any) -> Any:
+    """Load a model of transformers with its weights, by its name on the hub or its folder.
+
+    Raises UserError if it cannot be loaded, and if its files lack weights, which transformers would
+    draw at random.
+    """
+    try:
+        loaded: Any = model_class.from_pretrained(source, output_loading_info=True, **options)
+    except Exception as error:  # of many types, some of them of safetensors and huggingface_hub
+        raise UserError(f"{PRETRAINED}{source} cannot be loaded: {first_line(error)}") from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UserError(f"{PRETRAINED}{source} lacks {len(missing)} weights, such as {missing[0]}")
+    return model
 
 
 def sizes_of_hf(source: str) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def wandb_mode(config: Config) -> str:
     # a variable of transformers and of earlier versions of wandb
     if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "on", "y", "yes", "t", "true"):
         return "disabled"
-    return os.environ.get("WANDB_MODE", "auto")
+    return os.environ.get("WANDB_MODE") or "auto"
 
 
 def wandb_settings(config: Config) -> Any:

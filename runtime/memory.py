@@ -25,15 +25,15 @@ USABLE = 0.88
 def fitting_batch_size(config: Config, world_size: int, device: torch.device) -> int:
     """Return the sequences per micro-batch: a divisor of a process's share of a step.
 
-    It is the largest within batch_size or, if batch_size is 0, within what fits the device. Raises
-    UserError as micro_batch_size does.
+    It is the largest within batch_size or, if batch_size is 0, within LARGEST_BATCH and what fits
+    the device. Raises UserError as micro_batch_size does.
     """
     if config.batch_size:
         return micro_batch_size(config, world_size)
     with torch.device("meta"):
         model = build_model(config)
     scale = pick_dtype(config.dtype, device).itemsize / 2
-    if not pick_compile(config.compile, device, slow=config.varied_lengths):
+    if not pick_compile(config.compile, device, many_graphs=config.varied_lengths):
         scale *= EAGER
     usable = USABLE * memory_of(device, world_size)
     weight_bytes, loss_bytes, token_bytes = estimate(model)

@@ -3,9 +3,10 @@
 config.json        every setting, resolved
 tokenizer.json     the tokenizer, unless it is built in
 data_dir.txt       the absolute path of data_dir, which another working directory needs
-environment.json   versions, machine and commit of the latest start; `starts`: these of each start,
-                   with its step, number of processes and dtype; the checkpoint whose weights
-                   init_from loaded; the settings that were changed when resuming
+environment.json   versions, machine and commit of the latest start, and in `starts` of every start,
+                   with its step, number of processes and dtype; the attention path; the hash of
+                   the formulas; the identity of the data; the checkpoint whose weights init_from
+                   loaded; the settings that were changed when resuming
 uncommitted.patch  changes of the repository since the commit, if any, with untracked .py files;
                    resuming at step 200 adds uncommitted_000200.patch
 """
@@ -30,9 +31,9 @@ from runtime.files import atomic_write, read_json, write_json
 
 
 class StartRecord(msgspec.Struct):
-    """What environment.json says of a run's beginning, as far as it was recorded."""
+    """The entries of environment.json that are read back; runs of older code lack some."""
 
-    formulas: str | None = None  # their hash
+    formulas: str | None = None  # layers.formulas.formulas_hash when the run began
     data: Identity = {}  # what identifies the data
     began_with: dict[str, Any] | None = None  # step and sha256 of the checkpoint of init_from
     changes: list[dict[str, Any]] = []  # where the run was resumed: steps, values before and after

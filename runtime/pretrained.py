@@ -6,11 +6,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from errors import UserError, first_line
+from errors import UserError
 from model import GPT
 from runtime.checkpoint import State, copy_weights, find, load, load_weights, settings_of
 from runtime.files import read_pt
-from runtime.hf_config import PRETRAINED
+from runtime.hf_config import PRETRAINED, load_pretrained
 from runtime.nanogpt import NANOGPT, is_nanogpt_checkpoint, rename_weight
 from runtime.run_folder import is_checkpoint, read_config
 
@@ -58,17 +58,14 @@ def load_gpt2(model: GPT, source: str) -> None:
     """Copy the weights of a GPT2LMHeadModel into the model, whatever its attention variant.
 
     A model of fewer positions takes the first. The attention's scalars, such as SSMax's s, keep
-    their initial values. Raises UserError if transformers or the weights are missing, or a
-    setting differs.
+    their initial values. Raises UserError if the weights cannot be loaded or some are
+    missing, and if a setting differs.
     """
-    try:
-        from transformers import GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
-        weights = GPT2LMHeadModel.from_pretrained(source.removeprefix(PRETRAINED)).state_dict()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source} cannot be loaded: {first_line(error)}") from error
+    gpt2 = load_pretrained(GPT2LMHeadModel, source.removeprefix(PRETRAINED))
     renamed = {}
-    for key, x in weights.items():
+    for key, x in gpt2.state_dict().items():
         name = rename_weight(key)
         if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             x = x.T  # transformers has them as [in, out]
@@ -85,7 +82,7 @@ def load_nanogpt(model: GPT, source: str) -> dict[str, Any]:
     state = load(checkpoint.path)
     state.model = resize_to_model(state.model, model)
     copy_weights(model, state, source)
-    return checkpoint.id
+    return checkpoint.id_if_unchanged()
 
 
 def resize_to_model(weights: dict[str, Tensor], model: GPT) -> dict[str, Tensor]:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from config import ROOT
+from errors import command
 from runtime import checkpoint, run_folder
+from runtime.config_files import command_line
 
 TIMES = {"ms", "tokens_per_s", "memory_mb", "mfu"}
 
@@ -20,7 +22,7 @@ def run_train(*arguments):
     import train  # here, as many tests do without it
 
     with patch.object(sys, "argv", ["train.py", *map(str, arguments)]):
-        train.main()
+        train.main(command(command_line)())
 
 
 def copy_of_repository(target):

@@ -176,15 +176,20 @@ def test_a_folder_of_many_settings_has_a_name_that_file_systems_take():
     assert folder != load_config([*settings, "--total_batch_size=192"]).out_dir
 
 
-def test_a_run_is_called_by_its_config_file(tmp_path):
+def test_a_run_is_called_by_its_config_file(tmp_path, monkeypatch):
     mine = write(tmp_path / "mine.py", "rope_theta = 5e5\n")
     assert load_config([mine, at("scales/tiny.py")]).label == "mine"
     assert load_config([at("lssar_p15.py"), mine]).label == "lssar_p15_mine"
     assert load_config([mine, "--p=3", "--n_layer=2"]).label == "mine,p=3"
     assert load_config([mine, "--name=theta"]).label == "theta"
     assert load_config([write(tmp_path / "other.py", "name = 'mine'")]).label == "mine"
+    folder = tmp_path / "scales"
+    folder.mkdir()
+    assert load_config([write(folder / "own.py", "n_layer = 2")]).label == "own"
     # without such a file, by its variant
     assert load_config([at("scales/tiny.py"), "--attention=lssar", "--p=3"]).label == "lssar_p3"
+    monkeypatch.chdir(CONFIGS / "scales")
+    assert load_config(["tiny.py", "--attention=lssar", "--p=3"]).label == "lssar_p3"
     # a run keeps its name
     run = tmp_path / "run"
     saved(run, name="mine")
@@ -305,7 +310,7 @@ def test_help_and_refusals_do_not_wait_for_torch(argument):
 def test_derived_values():
     for heads in (7, 14, 3):  # 0.28 * 25 is 7.000000000000001
         config = Config(n_head=25, n_embd=50, nope_share=heads / 25)
-        assert config.nope_heads() == heads
+        assert config.nope_heads(layer=0) == heads
     config = load_config([at("lssar_p3.py")])
     assert Config(**config.as_dict()) == config
     assert config.replace(p=15).variant_name == "lssar_p15"

@@ -58,6 +58,8 @@ def test_a_rank_touches_its_own_gpu_alone(monkeypatch, name):
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
 def test_mfu_is_the_share_of_the_gpus_peak(name, peak, monkeypatch):
@@ -87,7 +89,7 @@ def test_bfloat16_is_automatic_only_where_the_named_gpu_computes_it(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert device.pick_dtype("auto", torch.device("cuda", 0)) == torch.float16
     assert device.pick_dtype("auto", torch.device("cuda", 1)) == torch.bfloat16
-    assert not device.pick_compile(None, torch.device("cuda"), slow=True)
+    assert not device.pick_compile(None, torch.device("cuda"), many_graphs=True)
 
 
 # ---- a GPU that torch cannot use ----

@@ -17,6 +17,7 @@ from scripts.common.runs import load_run
 from tests.helpers import measured_losses, not_blank, set_meta
 
 transformers = pytest.importorskip("transformers")
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 SIZES = {
     "vocab_size": 257,
@@ -406,6 +407,10 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
     mamba = f"hf:{save('Mamba', state_size=4, max_position_embeddings=None)}"
     text = ["--files", text_file, "--lengths=16,256", "--window=16"]
     (tmp_path / "empty").mkdir()
+    lacking = shutil.copytree(save("GPT2"), tmp_path / "lacking")
+    weights = load_file(lacking / "model.safetensors")
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    save_file(weights, lacking / "model.safetensors", {"format": "pt"})
     for arguments, says in (
         ([name, "--lengths=16"], "has no text: give it text files, or --data_dir SHARDS"),
         ([name, *text, f"--data_dir={shards}"], "a model is measured on one text"),
@@ -422,6 +427,10 @@ def test_refusals(save, text_file, call, refused, run, shards, tmp_path):
         ([mamba, *text], "sees more than the keys of a window"),
         ([name, "--files", tmp_path / "none.txt"], "none.txt cannot be read as text"),
         ([f"hf:{tmp_path}/empty", *text], "cannot be loaded: Unrecognized model"),
+        (
+            [f"hf:{lacking}", *text[:2], "--lengths=16"],
+            "lacks 1 weights, such as transformer.h.1.mlp.c_fc.weight",
+        ),
         ([f"hf:{tmp_path}/none", *text], f"cannot be loaded: there is no folder {tmp_path}/none"),
         ([name.removeprefix("hf:"), *text], f"a model of transformers, not a run: write it {name}"),
     ):

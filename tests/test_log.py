@@ -82,6 +82,8 @@ def test_training_needs_no_wandb(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out == "wandb is off: it is not installed\n"
     with pytest.raises(UserError, match="wandb_mode = 'offline', but wandb is not installed: pip"):
         wandb_settings(Config(wandb_mode="offline"))
+    monkeypatch.setenv("WANDB_MODE", "")
+    assert wandb_settings(Config()) is None
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert start_wandb(tmp_path, Config(), resumed=False) is None
     assert not capsys.readouterr().out

@@ -19,7 +19,7 @@ BFLOAT16 = ("--dtype=bfloat16", "--compile=True")
 @pytest.fixture
 def gpu(monkeypatch):
     """Sets the memory of the GPU, in GB."""
-    monkeypatch.setattr(memory, "pick_compile", lambda setting, device, slow: setting)
+    monkeypatch.setattr(memory, "pick_compile", lambda setting, device, many_graphs: setting)
 
     def set_memory(gigabytes):
         properties = SimpleNamespace(total_memory=gigabytes * 1e9)

@@ -1,6 +1,7 @@
 """OpenAI's GPT-2 as initial weights, on randomly initialised models of transformers."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,9 +9,12 @@ import torch
 from errors import UserError
 from layers.build import build_model
 from runtime.config_files import load_config
+from runtime.hf_config import load_hf_config
 from runtime.pretrained import load_initial
 
 transformers = pytest.importorskip("transformers")
+from safetensors.torch import load_file, save_file  # noqa: E402
+
 SIZES = {
     "vocab_size": 257,
     "n_positions": 16,
@@ -87,6 +91,24 @@ def test_scalars_that_gpt2_does_not_have_keep_their_initial_values(folder):
 def test_a_model_that_does_not_fit_is_refused_by_name(folder, setting, says):
     with pytest.raises(UserError, match=says):
         load(folder, *setting.split())
+
+
+def test_weights_that_are_missing_or_damaged_are_refused(folder, tmp_path):
+    """transformers draws missing ones at random, as where a wrapped model's names have a prefix."""
+    shutil.copy(folder / "config.json", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(folder / file.name)
+    save_file({f"module.{name}": x for name, x in weights.items()}, file, {"format": "pt"})
+    with pytest.raises(UserError, match="lacks 29 weights, such as lm_head.weight"):
+        load(tmp_path)
+    content = (folder / file.name).read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=f"hf:{tmp_path} cannot be loaded: "):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": "two"}')
+    load_hf_config.cache_clear()
+    with pytest.raises(UserError, match=f"hf:{tmp_path} cannot be loaded: .*n_layer"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

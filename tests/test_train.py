@@ -99,6 +99,12 @@ def test_a_batch_size_that_does_not_divide_a_step_is_fitted(train, capsys):
     agree(run, train("whole", "--batch_size=2", "--max_iters=2"))
 
 
+def test_a_batch_size_of_zero_is_what_fits_up_to_a_limit(train, capsys):
+    train("run", "--batch_size=0", "--total_batch_size=2048", "--dry_run")
+    says = "batch_size = 64: the largest that is at most 64, fits and divides 128 sequences"
+    assert says in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "first, then",
     [

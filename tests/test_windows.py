@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import evaluation
 import layers.build
 from errors import UserError
-from evaluation import check_windows
 from layers.heads import build_attentions
 from layers.windows import largest_window, limit_windows
 from model import Block, SelfAttention, Trunk
 from scripts import eval_length
+from scripts.common import windows
 from scripts.common.options import Options
 from scripts.common.runs import rope_scaling
 from scripts.common.validation import checked_tokens
+from scripts.common.windows import check_windows
 from tests.helpers import ROWS, measured_losses, saved_run, small_model
 
 LENGTH = 64  # four times the training length
@@ -211,7 +211,7 @@ def test_every_config_keeps_to_a_limit(case, monkeypatch):
         check_windows(model, cpu, dtype)
     limit_windows(model, 16)
     assert largest_window(model) == 16
-    monkeypatch.setattr(evaluation, "limit_windows", lambda model, window: None)
+    monkeypatch.setattr(windows, "limit_windows", lambda model, window: None)
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(UserError, match="more than a window shows them"):
             check_windows(model, cpu, dtype)

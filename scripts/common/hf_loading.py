@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import UserError, first_line
-from evaluation import depends_on_hidden
-from runtime.hf_config import LOADING_ERRORS, load_hf_config
+from runtime.hf_config import load_hf_config, load_pretrained
 from scripts.common.hf_attention import NAME, attention_layers, use_tiles
 from scripts.common.hf_models import ModelConfig, beginning_of_text
 from scripts.common.options import Options
+from scripts.common.windows import depends_on_hidden
 
 # The names of our RoPE scalings in transformers.
 ROPE_TYPES = {"linear": "linear", "dynamic_ntk": "dynamic", "yarn": "yarn"}
@@ -109,15 +109,13 @@ def load_model(config: ModelConfig, options: Options, device: torch.device) -> C
 
     # it would warn of what is refused below
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.source,
-            config=scaled_config(config, options),
-            dtype=options.torch_dtype,
-            trust_remote_code=False,
-        )
-    except LOADING_ERRORS as error:
-        raise UserError(f"{config.label} cannot be loaded: {first_line(error)}") from error
+    loaded = load_pretrained(
+        AutoModelForCausalLM,
+        config.source,
+        config=scaled_config(config, options),
+        dtype=options.torch_dtype,
+        trust_remote_code=False,
+    )
     model = CausalLM(loaded.to(device).eval(), beginning_of_text(config.source))
     check_logits(model, config)
     if config.has_control or options.window is not None:

@@ -15,7 +15,6 @@ import torch
 from tqdm import tqdm
 
 from config import Config
-from evaluation import check_windows, rope_sees_beyond
 from layers.build import build_model
 from layers.formulas import formulas_hash
 from layers.selfcheck import check_kernels
@@ -27,6 +26,7 @@ from runtime.device import autocast, pick_device
 from scripts.common.hf_loading import load_model
 from scripts.common.hf_models import AnyRun, ModelConfig, find_weights, folder_of, read_config
 from scripts.common.options import Options
+from scripts.common.windows import check_windows, rope_sees_beyond
 
 # Tokens of an evaluation batch, unless one sequence is longer.
 BATCH_TOKENS = 16384
