@@ -224,7 +224,8 @@ class Variant:
     def takes_p(self) -> bool:
         """Tell whether it can have a p.
 
-        relu_power does its own l1, and needs a phi that is never negative.
+        relu_power does its own l1, and needs a phi that is never negative. Any other `reweight`
+        reads p if `needs_p` is set.
         """
         if self.reweight is not relu_power:
             return self.needs_p
@@ -355,8 +356,8 @@ def entmax(z: Tensor, power: int) -> Tensor:
     """Compute relu(z / power - tau)^power, with the tau of each row for which it sums to 1.
 
     A power of 1 is sparsemax, 2 is 1.5-entmax. The power-norm of relu(z / power - tau) falls with
-    tau and is convex: from tau = -1 Newton's method approaches the tau where it is 1 from below.
-    The last step gives tau its gradient.
+    tau and is convex: from tau = -1 Newton's method approaches, from below, the tau at which the
+    norm is 1. The last step gives tau its gradient.
     """
     z = z / power
     z = z - row_max(z)

@@ -145,11 +145,11 @@ def check_formulas(name: str, variant: Variant, n_head: int) -> None:
 
 def check_weights(name: str, weights: Any, shape: tuple[int, ...]) -> None:
     """Raise UserError if these are no weights for each row and key."""
-    found = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-    if found != list(shape):
+    result = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+    if result != list(shape):
         raise UserError(
             f"{name}: in a call of {shape[1]} heads, {shape[2]} rows and {shape[3]} keys its "
-            f"weights, as `row_weights` or `reweight` return them, are {found}, not {list(shape)}"
+            f"weights, as `row_weights` or `reweight` return them, are {result}, not {list(shape)}"
         )
 
 

@@ -16,7 +16,7 @@ except ImportError:  # Triton is for Linux and comes with torch's CUDA builds
 
 
 def variant_unsupported_reason(variant: Variant, head_size: int) -> str | None:
-    """Why the kernels cannot compute a variant at this head size, on any machine."""
+    """Say why no machine's kernels can compute a variant at this head size; None if they can."""
     if variant.row_weights not in (None, softpick):
         return "its weights are functions of whole rows"
     if variant.norm is not None and (variant.learnable or variant.from_input):
@@ -46,7 +46,7 @@ def gpu_unsupported_reason(q: Tensor) -> str | None:
 
 
 def unsupported_reason(attention: ReferenceAttention, q: Tensor) -> str | None:
-    """Why the kernels cannot take these queries; None if they can."""
+    """Say why the kernels cannot take queries like q; None if they can."""
     if reason := variant_unsupported_reason(attention.variant, attention.head_size):
         return reason
     if launch is None:

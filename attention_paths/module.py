@@ -46,13 +46,13 @@ class Attention(ReferenceAttention):
         if self.p is not None and not variant.takes_p:
             raise UserError(
                 f"attention = {name!r} cannot have p = {self.p}: re-weighting needs l1 and weights "
-                "that are never negative"
+                "that are never negative, and a variant without `reweight` or `row_weights`"
             )
         check_choice("sink", settings.get("sink", "none"), ("none", "one", "learned"))
         if self.has_sink and not variant.takes_sink:
             raise UserError(
-                f"attention = {name!r} cannot have a sink, which needs l1 and a phi that is >= 0, "
-                "and > 0 at 0"
+                f"attention = {name!r} cannot have a sink, which needs l1, a phi that is >= 0, and "
+                "> 0 at 0, and a variant without `reweight` or `row_weights`"
             )
         s = settings.get("s", 1.0)
         if s != 1.0 and "s" not in variant.learnable:

@@ -47,7 +47,11 @@ class NormalisedPower(torch.autograd.Function):
 
 
 def power(x: Tensor, p: float) -> Tensor:
-    """Compute x^p of x >= 0, by products where p is an integer: a third of pow's time on a CPU."""
+    """Compute x^p of x >= 0, on a CPU faster than pow, by products where p is an integer.
+
+    Up to 3, pow uses products itself. Products add up p rounding errors, 3e-5 at p = 1,000: from
+    there on pow is used again.
+    """
     if not 3 < p < 1000 or p != round(p):
         return x.pow(p)
     y = x

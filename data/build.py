@@ -52,8 +52,9 @@ def parse_options(
 ) -> argparse.Namespace:
     """Parse the command line, with the options that data.text and data.fineweb share.
 
-    `tokenizer` is the default one. The result has `rules`, which rows of the `column` are
-    documents. Raises UserError, before any file is read, if a shared option is out of range.
+    `tokenizer` is the default of --tokenizer. The result also has `rules`, which say what rows of
+    the `column` are documents. Raises UserError, before any file is read, if a shared option is out
+    of range.
     """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = f"{', '.join(BUILT_IN)} or a tokenizer.json; default: {tokenizer}"
@@ -140,7 +141,7 @@ def hash_json(value: list) -> str:
 
 
 def resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
-    """The meta.json to go on from: its shards up to the first one that is missing or damaged.
+    """Return the meta.json to go on from: its shards before the first of missing or wrong size.
 
     Raises UserError if the folder has shards of other settings than `wanted`; only `source` may
     differ.

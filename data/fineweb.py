@@ -112,7 +112,8 @@ def patterns(paths: list[str]) -> list[str]:
 def default_folder(repo: str, name: str | None) -> str:
     """Return the folder of a dataset and its configuration.
 
-    It is my_set_small of x/My.Set and small, and fineweb10B of HuggingFaceFW/fineweb, sample-10BT.
+    The folder of x/My.Set with the configuration small is my_set_small, and the folder of
+    HuggingFaceFW/fineweb with sample-10BT is fineweb10B.
     """
     words = f"{repo.split('/')[-1]} {name or ''}".lower()
     folder = re.sub("[^a-z0-9]+", "_", words).strip("_")

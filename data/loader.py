@@ -70,7 +70,7 @@ class Loader(ABC):
 
     source: str  # where the batches come from, for messages
     tokens: int  # of an epoch
-    needed: str = ""  # the remedy for too few tokens, for messages; "": that many tokens
+    needed: str = ""  # the remedy for too few tokens, for messages; "": a shard with enough
     val_tokens: int  # of the whole validation set, each with a target
     documents: Documents | None = None  # with document_mask
     cropped: float = 0.0  # share of an epoch's tokens that align_documents leaves out
@@ -79,7 +79,7 @@ class Loader(ABC):
         if n_sequences < batching.sequences_per_step:
             tokens = f"{self.tokens} tokens"
             tokens_per_step = batching.sequences_per_step * batching.block_size
-            needed = self.needed or f"at least {tokens_per_step + 1} tokens are needed"
+            needed = self.needed or f"a shard of {tokens_per_step + 1} tokens would be enough"
             if self.cropped:
                 tokens += f", of which align_documents crops {self.cropped:.1%},"
                 needed = "more documents are needed"

@@ -50,7 +50,7 @@ SYMBOLS = 32
 
 
 class Drawn(NamedTuple):
-    """A sequence: its tokens [L] and, for each of its n answers [n], its place and its source."""
+    """The tokens [L] of a sequence, and the places, values and sources of its answers, each [n]."""
 
     tokens: Ints
     places: Ints  # of the positions whose outputs answer

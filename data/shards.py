@@ -37,10 +37,10 @@ META = "meta.json"
 WHOLE_BYTES = 1 << 28
 START_BYTES = 1 << 20
 
-# Identifies the data of a run: from the name of a part, such as "training shards", to its hash or
-# description.
+# Identifies the data of a run: hashes and descriptions by what they are of, such as "training
+# shards".
 Identity = dict[str, str]
-# The parts that code makes, not the files of a folder.
+# The names in an Identity of what code makes, not of the files of a folder.
 SIMULATED = ("recall", "recall sequences", "orbits")
 
 Tokens = NDArray[np.uint16]
@@ -137,7 +137,7 @@ def read_shard(path: str | Path, count: int = sys.maxsize) -> Tokens:
 
 def has_token(path: Path, token: int) -> bool:
     """Tell whether a shard has a token; a common one is near its start."""
-    return token in read_shard(path, START_BYTES) or token in read_shard(path)
+    return token in read_shard(path, START_BYTES // TOKEN.itemsize) or token in read_shard(path)
 
 
 def read_spans(files: Sequence[FileIO], spans: NDArray[np.int64], vocab_size: int) -> Tokens:

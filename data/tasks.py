@@ -63,7 +63,7 @@ def identity_of(config: Config) -> Identity:
 
 
 def check_vocabulary(config: Config) -> None:
-    """Raise UserError if the tokenizer has ids that the model does not have, as in prompts."""
+    """Raise UserError if the tokenizer has ids that the model lacks: a prompt may contain them."""
     ids = count_ids(config.tokenizer)
     if config.text_ids < ids:
         raise UserError(

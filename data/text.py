@@ -83,7 +83,7 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
     are folders whose name is in `without`. Raises UserError if a path is missing, or is a file of
     another type, and where there is no such file.
     """
-    found: dict[Path, tuple[str, Path]] = {}  # by the file that links lead to
+    by_target: dict[Path, tuple[str, Path]] = {}  # by the file that links lead to
     for path in map(Path, paths):
         if path.is_dir():
             entered = set()
@@ -98,17 +98,17 @@ def list_files(paths: Iterable[str | Path], without: Collection[str] = ()) -> Fi
                 for name in sorted(files):  # the last link to a file names it
                     file = Path(parent, name)
                     if name[0] != "." and name.endswith(SUFFIXES) and file.is_file():
-                        found[file.resolve()] = (file.relative_to(path).as_posix(), file)
+                        by_target[file.resolve()] = (file.relative_to(path).as_posix(), file)
         elif not path.is_file():
             raise UserError(f"{path}: no such file or folder")
         elif not path.name.endswith(SUFFIXES):
             raise UserError(f"{path}: files must end in one of {' '.join(SUFFIXES)}")
         else:
-            found[path.resolve()] = (path.name, path)
-    if not found:
+            by_target[path.resolve()] = (path.name, path)
+    if not by_target:
         searched = " ".join(map(str, paths))
         raise UserError(f"{searched}: no file there ends in one of {' '.join(SUFFIXES)}")
-    return sorted(found.values())
+    return sorted(by_target.values())
 
 
 def refuse(error: OSError) -> NoReturn:
@@ -138,7 +138,8 @@ def read_file(path: Path, rules: Rules) -> Iterator[Document]:
 def read_plain(path: Path) -> Iterator[str]:
     """Yield the text of a file in chunks, since it may be larger than memory.
 
-    A chunk ends where a word does, so that no mark between documents is in two of them.
+    A chunk ends where a word does, so that no end-of-text, which has no space, is in two chunks:
+    `Rules` counts it chunk by chunk.
     """
     with open(path, "rb") as file:
         # without a byte-order mark, and with line breaks as they are

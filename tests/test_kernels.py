@@ -191,6 +191,21 @@ def test_tied_rows_stay_uniform_with_bounded_gradients(case, inputs):
         assert error < 1e-5 * scale, name
 
 
+@pytest.mark.parametrize("p", [131000, 140000, 1000000])
+def test_powers_of_more_bits_than_the_loop_has(p):
+    """Whole powers up to 2^17 are computed by multiplication, and larger ones as any others."""
+    case = f"relu_li.py --p={p}"
+    q = torch.ones(1, 2, 2, 16)
+    k = torch.ones(1, 2, 2, 16)
+    k[:, :, 0] -= 1e-5
+    v = torch.zeros(1, 2, 2, 16)
+    v[:, :, 1] = 1
+    tensors = (q, k, v, torch.ones_like(q))
+    out = evaluate(kernels(case, 16), tensors)["out"]
+    exact = exact_evaluation(case, tensors)["out"]
+    torch.testing.assert_close(out, exact, rtol=0, atol=0.03)
+
+
 @pytest.mark.parametrize("size", [-1e4, 1, 1e4])
 @pytest.mark.parametrize(
     "case",

@@ -6,9 +6,9 @@ A tile's dz comes from dp_ij = dO'_i . v_j, where dO'_i = factor_i dO_i and delt
     two stages   factor = p / W    A = factor t^p / p
                  dz = gain (t^(p-1) (dp - delta) - E / n) phi'(z)
 
-In one stage delta has the sign of a, and without l1 there is none. dv sums a dO', or t^p dO' / p.
-Here gain is launch.py's gain_i / X_i, and E is its X_i E_i. With the constant SLOPE in factor and
-in E, dz is the gradient of y.
+In one stage delta has the sign of a, and is left out without l1. In two stages gain is gain_i / X_i
+of launch.py, and E is X_i E_i of launch.py. dv sums a dO', or t^p dO' / p. With the constant SLOPE
+in factor and in E, dz is the gradient of y.
 """
 
 from typing import NamedTuple
@@ -158,10 +158,10 @@ def row_spans(head, block, past, Lq, Lk, ROW_ENDS, C, M, N):
     unmasked_end = Lq
     last = Lq
     if C.WINDOW is not None:
-        end = block * N - past + C.WINDOW  # of the rows that see the first of these keys
+        end = block * N - past + C.WINDOW  # end of the rows that see the first key
         unmasked_end = tl.minimum(tl.maximum(end, 0) // M * M, Lq)
         last = tl.minimum(end + N - 1, Lq)
-    if ROW_ENDS is not None:  # of the first of these keys and of the last
+    if ROW_ENDS is not None:  # row ends of the first key and of the last key
         last_key = tl.minimum(block * N + N, Lk) - 1
         first_end = tiles.load_scalar(ROW_ENDS, head, block * N)
         unmasked_end = tl.minimum(unmasked_end, first_end // M * M)

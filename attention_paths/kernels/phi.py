@@ -178,7 +178,7 @@ class Function(NamedTuple):
 
     # from argument * z to value * phi(z) and phi'(z)
     function: triton.JITFunction
-    # Maps a row's largest y to a shift of all its y; multiplies the function by exp2(shift).
+    # Maps a row's largest y to a shift of all its y, which multiplies the function by exp2(shift).
     shift: triton.JITFunction | None = None
     # The sum of the function over each row of a tile, where a faster way exists. The function must
     # be increasing.

@@ -212,7 +212,7 @@ def row_block(Q, K, V, H, GROUP, Lq, Lk, OPTIONAL, C, M, N):
     if C.WINDOW is not None:
         begin = tl.maximum(first + 1 - C.WINDOW, 0)
         unmasked_begin = tl.maximum(first + M - C.WINDOW, 0)
-    if OPTIONAL.first_key is not None:  # of the first row and of the last
+    if OPTIONAL.first_key is not None:  # first keys of the first row and of the last row
         last_row = tl.minimum(block * M + M, Lq) - 1
         begin = tl.maximum(begin, load_scalar(OPTIONAL.first_key, head, block * M))
         unmasked_begin = tl.maximum(unmasked_begin, load_scalar(OPTIONAL.first_key, head, last_row))
@@ -258,7 +258,7 @@ def argument(y, bias, key_bias, C):
     cap_slope = y
     if C.CAP is not None:
         y, cap_slope = soft_capped(y, C)
-    if key_bias is not None:  # added to the other first, because they may nearly cancel
+    if key_bias is not None:  # biases are added up first, because they may nearly cancel
         bias = key_bias if bias is None else bias + key_bias
     return y if bias is None else y + bias, cap_slope
 
@@ -267,7 +267,7 @@ def argument(y, bias, key_bias, C):
 def shifted(y, y_max, visible, F, MASKED):
     """y of a tile, shifted, each row's running maximum of y, and the factor of earlier sums of phi.
 
-    A new maximum changes the shift, and with it those sums.
+    A new maximum changes the shift: the factor brings the earlier sums to the new shift.
     """
     visible_y = y
     if MASKED:
@@ -319,9 +319,9 @@ def power_p_minus_1(t, C):
     """t^(P - 1) for t >= 0, and 0 at t = 0."""
     if C.P == 1:
         return tl.where(t > 0, 1.0, 0.0)
-    elif C.P % 1 == 0:
+    elif C.P % 1 == 0 and C.P <= 2**17:
         result = t
-        # square-and-multiply over the bits of P - 1, most significant first
+        # square-and-multiply over the 17 bits of P - 1, most significant first
         for bit in tl.static_range(16):
             if (C.P - 1) >> (16 - bit):
                 result = result * result
