@@ -25,7 +25,7 @@ columns are means over rows:
 RUN/attention_maps.json is a list of measurements:
 
     variant, seed, step, sha256, trained_length, dtype, p, window
-    attention, rope, rope_factor, rope_theta, log_base
+    attention, rope, rope_factor, rope_theta, log_base  as in loss_by_length.json
     layer               from 0
     data_dir, tokens    of the validation tokens; null for a text alone
     parts               {"1024 tokens": {...}, "text: Some other text.": {...}}, each with
@@ -93,7 +93,7 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
     multiples = (1, 8)
 
     layer: int = option(-1, "layer to map: 0 is the first, -1 the last")
-    text: str = option(TEXT, "text to map; empty: none (default: that of LSSAR's Figure A1)")
+    text: str = option(TEXT, "text to map; empty: none; by default the text of LSSAR's Figure A1")
     tokens: NonNegativeInt = option(
         32768, "validation tokens at each length, at least one window; 0: only the text"
     )

@@ -65,6 +65,7 @@ from scripts.common.tables import print_table
 from train import StepBatch, train_step
 
 PAPER = LSSAR["table_a7"]
+PAPER_BATCH = 4  # sequences of a step in Table A7
 PHASES = ("train", "eval", "decode", "attention", "attention_eval")
 # Calls of attention in a step: the host prepares one while the GPU computes another.
 CALLS = 10
@@ -188,7 +189,7 @@ def parse_model(path: str, impl: str, settings: list[str]) -> Config:
         impl_settings = UNFUSED
     elif impl:
         impl_settings = [f"--attention_impl={impl}"]
-    config = load_config([*files, "--batch_size=4", *settings, *impl_settings])
+    config = load_config([*files, f"--batch_size={PAPER_BATCH}", *settings, *impl_settings])
     if path == PLAIN and config.optimizer != "adamw":
         raise UserError(f"plain is trained with adamw, not with {config.optimizer}")
     if config.batch_size == 0:
@@ -436,8 +437,10 @@ def print_figures(figures: dict[str, dict], models: dict[str, Config]) -> None:
     baseline = next(iter(models))
     columns = [name for name in figures[baseline] if name.endswith(("_ms", "_mb"))]
     paper_rows = {}
-    sizes = models[baseline].n_layer, models[baseline].n_embd, models[baseline].block_size
-    if columns == PAPER["columns"] and sizes == (Config.n_layer, Config.n_embd, Config.block_size):
+    first = models[baseline]
+    sizes = (first.n_layer, first.n_embd, first.block_size, first.batch_size)
+    paper_sizes = (Config.n_layer, Config.n_embd, Config.block_size, PAPER_BATCH)
+    if columns == PAPER["columns"] and sizes == paper_sizes:
         for name, config in models.items():
             # a setting, such as --p=3, makes another variant than the file's name says
             if config.name == config.variant_name:

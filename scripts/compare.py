@@ -30,7 +30,8 @@ Prints the cost, trains the missing runs in OUT/<scale>/<entry>/seed<seed>, whic
 scripts.reproduce shares, and writes RESULTS/<scale>/compare_<entries>/table.md, table.json and a
 picture. An interrupted command continues where it stopped; nothing is done twice. To train several
 runs at the same time, start the same command on each GPU, with CUDA_VISIBLE_DEVICES: runs that
-another process is training are left to it.
+another process is training are left to it. Each command measures whatever is not stored yet, so
+some measurements may be made twice.
 """
 
 import itertools
@@ -43,9 +44,8 @@ from typing import Any
 from config import SETTINGS, Config, choices, settings_in
 from errors import UserError, check_choice, command, did_you_mean
 from layers.heads import check_attention
-from runtime.config_files import format_value, load_config, parse
+from runtime.config_files import format_value, load_config, parse, shorten
 from scripts.common.command_line import parse_lengths
-from scripts.common.labels import shorten
 from scripts.eval_length import UNIT
 from scripts.recall import Recall
 from scripts.reproduce import committed_tables, kinds, metrics, pictures

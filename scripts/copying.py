@@ -150,8 +150,10 @@ def passage_of(config: Config) -> int:
 def copies(
     tokens: NDArray[np.integer], count: int, lag: int, size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Windows [count, lag + size] whose last `size` tokens are their first, and the same windows
-    with another passage as their first tokens."""
+    """Return windows [count, lag + size] that end with a copy of their first `size` tokens.
+
+    The second array has the same windows with another passage in place of the first copy.
+    """
     starts = np.arange(count) * (len(tokens) // count)
     offsets = np.arange(lag + size) % lag
     copied = tokens.take(starts[:, None] + offsets, mode="wrap").astype(np.int64)

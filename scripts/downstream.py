@@ -174,9 +174,6 @@ def harness_model(run: Run, max_length: int) -> Any:
     )
 
 
-# ---- results ----
-
-
 main = as_command(Downstream)
 
 if __name__ == "__main__":

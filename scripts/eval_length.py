@@ -31,7 +31,9 @@ settings. Lengths that it has are not measured again; new ones are added:
 
     variant, seed, trained_length                       of the run
     step, sha256                                        of its weights
-    attention, rope, rope_factor, rope_theta, log_base  the options; null: the default
+    attention, rope_factor, rope_theta, log_base        the options; null: the default
+    rope                                                the scaling, also if it is the default;
+                                                        null: the model's own (hf:)
     window                                              the most keys that a query sees in any
                                                         layer; null: all
     p                                                   of attention; null: none

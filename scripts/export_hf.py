@@ -163,9 +163,10 @@ def model_card(run: Run, folder: str) -> str:
     rows: dict[str, Any] = {
         "parameters": f"{run.model.count_parameters():,}",
         "steps": f"{step:,}",
-        "tokens per step": f"{config.total_batch_size:,}",
     }
-    if config.task == "language" and not config.init_from:  # which had seen other data before
+    # a run with init_from had seen other data before, and a fine-tuned run has shorter steps
+    if config.task == "language" and not config.init_from:
+        rows["tokens per step"] = f"{config.total_batch_size:,}"
         rows["data"] = Path(config.data_dir).name
     for line in read_metrics(run.path):
         if "val_loss" in line and line["step"] <= step:

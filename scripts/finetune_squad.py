@@ -99,10 +99,11 @@ def main() -> None:
 
 def finetune(run: str, out: Path, options: FineTuning) -> bool:
     """Fine-tune until the last step or a signal; returns whether a signal stopped it."""
-    # ---- config: its errors come before the examples are read ----
+    # ---- config and questions: their errors come before the model is built ----
     device = open_device(options.device)
     base = Options().apply_to(run_folder.read_config(run))
     config = recipe(run, base, out, options)
+    questions = read_squad(options.squad)
 
     # ---- model ----
     model = build_model(base).to(device)
@@ -110,7 +111,6 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     began_with = checkpoint.load_weights(model, run)
 
     # ---- data ----
-    questions = read_squad(options.squad)
     examples = encode_all(questions, base)
     digest = hash_of(examples)
     data = {

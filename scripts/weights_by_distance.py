@@ -20,7 +20,7 @@ picture is weights_by_distance.png.
 RUN/weights_by_distance.json is a list of measurements:
 
     variant, seed, step, sha256, trained_length, dtype
-    attention, rope, rope_factor, rope_theta, log_base
+    attention, rope, rope_factor, rope_theta, log_base  as in loss_by_length.json
     head_windows        by layer, the most keys that a query of each head sees; null: all
     data_dir, tokens    of the validation tokens
     parts               {"128 tokens": {...}}, with
@@ -53,8 +53,7 @@ from scripts.common.runs import Run, model_on_meta
 from scripts.common.tables import print_table
 from scripts.common.validation import TextEvaluation, stretches, windows
 
-# Groups of distances are near that end below this share of the length, and far that begin at half
-# of it or later.
+# Near: distances below this share of the length. Far: distances from half of the length on.
 NEAR = 1 / 16
 
 
@@ -193,9 +192,6 @@ def positive_curve(result: dict) -> tuple[list[float], list[float]]:
     (part,) = result["parts"].values()
     by_head = with_nan(part["positive"]).flatten(0, 1)  # [layers * H, groups]
     return [last + 1 for last in part["distances"]], by_head.nanmean(0).tolist()
-
-
-# ---- the table and the picture ----
 
 
 main = as_command(WeightsByDistance)

@@ -55,12 +55,14 @@ def test_the_papers_figures_stand_beside_every_path(table):
             assert "250.3 (2.08)" in lines[i + 1]
     assert sum(line.startswith("lssar_p15") for line in lines) == 2
     assert sum("paper, A100" in line for line in lines) == 4
-    # the paper has not measured a softmax with a window, LSSAR with another p, T6, or other phases
+    # the paper has not measured a softmax with a window, LSSAR with another p, other batches, T6,
+    # or other phases
     configs = [f"configs/{name}.py" for name in ("softmax", "swa", "gated", "prope")]
     _, lines = table(*configs)
     assert sum("paper, A100" in line for line in lines) == 1
-    _, lines = table("configs/softmax.py", "configs/lssa.py", "--p=3")
-    assert not any("paper, A100" in line for line in lines)
+    for setting in ("--p=3", "--batch_size=8"):
+        _, lines = table("configs/softmax.py", "configs/lssa.py", setting)
+        assert not any("paper, A100" in line for line in lines)
     models, lines = table("configs/softmax.py", "configs/t6.py", "--phases=decode", "--p=3")
     assert lines[-1].startswith("t6 ")
     assert "2.0 (2.00)" in lines[-1]

@@ -512,6 +512,9 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, c
     assert str(tmp_path) not in card  # no path of the exporting machine
     earlier = replace(run, facts=run.facts | {"step": 3})
     assert f"{losses[3]:.4f} nats per token at step 3 |" in export_hf.model_card(earlier, "model")
+    fine_tuned = replace(run, config=run.config.replace(init_from="out/earlier"))
+    card = export_hf.model_card(fine_tuned, "model")
+    assert "tokens per step" not in card  # its batches are padded to their longest example only
     config = run.config.replace(name="mine", window=8, qk_norm=True, p=15.0)
     facts = run.facts | {"window": 4, "rope_theta": 5e5}
     card = export_hf.model_card(replace(run, config=config, facts=facts), "model")

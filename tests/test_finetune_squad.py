@@ -230,7 +230,8 @@ def test_finetuning_that_diverges_continues_past_its_step(
     assert saved(out)["step"] == 30
 
 
-def test_finetuning_refuses_bad_data(trained, call, tmp_path, refused):
+def test_finetuning_refuses_bad_data(trained, call, tmp_path, refused, monkeypatch):
+    monkeypatch.setattr(finetune_squad, "build_model", pytest.fail)  # the file is read first
     path = tmp_path / "squad.json"
     out = tmp_path / "out"
     arguments = (call, finetune_squad, trained, f"--squad={path}", f"--out_dir={out}")

@@ -164,7 +164,7 @@ def test_figures_end_to_end(reproduced, commands, tmp_path):
         assert only in read_table(folder)["rows"]
         assert not_blank(folder / picture)
     of_two_seeds = read_table(reproduced("attention_maps", "--only=softmax", "--seeds=2"))
-    assert "The picture is of seed 1337." in of_two_seeds["caption"]
+    assert "The picture is of the first seed of each entry." in of_two_seeds["caption"]
     table = read_table(tmp_path / "results/small/ssmax_figure4")
     row = table["rows"]["ssmax"]
     assert row["paper"] == [None, -0.008]

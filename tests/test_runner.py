@@ -335,7 +335,7 @@ def test_an_evaluation_notices_other_shards_and_its_own_edits(shards, likeliest,
     assert measurements(WithoutText) == 1
     assert "other code" not in capsys.readouterr().out
     file = tmp_path / "my_file.py"
-    file.write_text("# a comment\n" + file.read_text())
+    file.write_text(f'"""What it measures."""\n# a comment\n{file.read_text()}')
     assert measurements() == 2
     assert "other code" not in capsys.readouterr().out
     file.write_text(file.read_text().replace("softmax(-1)", "sigmoid()"))

@@ -23,7 +23,7 @@ def row_of(values, **more):
 def best(better="lower", **entries):
     """The best of these entries: each has its values by seed."""
     rows = {name: row_of(values) for name, values in entries.items()}
-    table = {"rows": rows, "better": [better]}
+    table = {"rows": rows, "better": [better], "digits": 2}
     return best_entries(table, column=0)
 
 
@@ -33,6 +33,8 @@ def test_entries_that_tie_are_all_best():
     # an entry that varies much ties with a better one that does not
     assert best(a=[1.0, 1.02], b=[1.0, 1.9]) == {"a", "b"}
     assert best(a=[0.0, 0.0], b=[0.0, 0.0], c=[1.0, 1.0]) == {"a", "b"}
+    # what the table rounds alike ties
+    assert best(a=[1.0, 1.0], b=[1.004, 1.004], c=[1.006, 1.006]) == {"a", "b"}
     assert best(a=[1.0], b=[2.0]) == set()
     assert best("higher", a=[1.0, 1.1], b=[2.0, 2.1]) == {"b"}
 
@@ -97,8 +99,8 @@ def test_the_caption_names_the_rope_of_rows_whose_names_do_not():
         rows[name] = {"runs": [{"evaluation": {"rope": rope}}]}
     assert "on , rope dynamic_ntk, but none in `hybrid`, `swa`;" in how_measured(rows)
     assert rope_by_label({"softmax": "yarn"}) == "rope yarn"
-    results = {name: row["runs"][0]["evaluation"] | {"p": 2.0} for name, row in rows.items()}
-    title = "rope dynamic_ntk, but none in `hybrid`, `swa`, but yarn in `softmax:yarn`, p 2.0"
+    results = {name: row["runs"][0]["evaluation"] | {"p": 15.0} for name, row in rows.items()}
+    title = "rope dynamic_ntk, but none in `hybrid`, `swa`, but yarn in `softmax:yarn`, p 15"
     assert title_of(results) == title
 
 

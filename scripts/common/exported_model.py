@@ -128,11 +128,11 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Compute the logits [B, L, n_vocab], or of fewer positions with `logits_to_keep`.
+        """Compute the logits [B, L, n_vocab] and, with labels, the mean loss in nats.
 
-        It is the number of last positions, or a tensor of positions; 0 keeps all.
+        `logits_to_keep` selects positions: a number of last positions (0: all), or a tensor of
+        positions. Labels [B, L] are not shifted; -100 is ignored.
 
-        With labels [B, L] (not shifted; -100 is ignored) also the mean loss in nats.
         `past_key_values` is a Cache(final length), because a RoPE scaling may depend on that; the
         argument `final_length`, without a cache, gives the same logits.
         Raises ValueError where `document_starts` does, for other marks of packed documents, and if

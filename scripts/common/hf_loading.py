@@ -59,7 +59,7 @@ class CausalLM:
         try:
             return self.model(input_ids=idx, use_cache=False).logits
         finally:
-            del self.trunk.forward  # that of its class again
+            del self.trunk.forward  # so that the method of its class is called again
 
     @torch.no_grad()
     def attention_weights(
@@ -162,8 +162,10 @@ def scaled_config(config: ModelConfig, options: Options) -> Any:
 
 
 def probe_ids(config: ModelConfig, device: torch.device) -> Tensor:
-    """Random ids [3, n_layer + 2]: the second row differs from the first in its first id alone,
-    the third in its last but one."""
+    """Return random ids [3, n_layer + 2] of three nearly equal rows.
+
+    The second row differs from the first in its first id alone, the third in its last id but one.
+    """
     generator = torch.Generator().manual_seed(0)
     row = torch.randint(config.text_ids, (config.n_layer + 2,), generator=generator)
     idx = row.repeat(3, 1)

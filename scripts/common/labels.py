@@ -61,7 +61,7 @@ def title_of(results: Mapping[str, dict]) -> str:
             continue
         value = next(iter(values.values()))
         if value is not None:
-            words.append(f"{key} {value}")
+            words.append(f"{key} {format_value(value)}")
     return ", ".join(words)
 
 

@@ -45,7 +45,9 @@ class Options(LoadingOptions):
         None, "a query sees at most this many last keys, in any layer"
     )
     attention: str | None = option(
-        None, "evaluate with another variant; it re-weights with --p or, if it needs p, the run's"
+        None,
+        "evaluate with another variant, re-weighted with --p; a variant that needs p takes the "
+        "run's by default",
     )
     p: float | None = option(None, "another power of the re-weighting")
     attention_impl: str = option("auto", "attention path", choices=choices("attention_impl"))

@@ -197,7 +197,7 @@ def draw(axes: Axes, curve: Curve, i: int) -> None:
         "thin": {"color": color, "alpha": 0.8, "linewidth": 0.7},
         "reference": {
             "color": "0.3",
-            "linestyle": (0, (6 / (i + 1), 3)),  # shorter than that of the reference before
+            "linestyle": (0, (6 / (i + 1), 3)),  # dashes shorten from one reference to the next
             "linewidth": 1,
             "label": curve.label,
         },

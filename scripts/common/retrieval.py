@@ -48,7 +48,8 @@ class RetrievalEvaluation(LengthEvaluation):
     def lengths_of(self, *configs: Config) -> tuple[int, ...]:
         """The lengths; by default, multiples of the training length.
 
-        If no prompt fits it, they are multiples of its first multiple that fits one.
+        If the training length is too short for a prompt, they are multiples of its first multiple
+        that is long enough.
         """
         lengths = super().lengths_of(*configs)
         if self.lengths is not None:

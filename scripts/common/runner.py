@@ -112,7 +112,8 @@ class Evaluation(Options, ABC):
     """
 
     name: ClassVar[str]  # measurements go to RUN/NAME.json
-    # Whether it also measures models of transformers: as config a ModelConfig, as model a CausalLM.
+    # Whether models of transformers can be measured too: `config` is then a ModelConfig, run.model
+    # a CausalLM.
     takes_models: ClassVar[bool] = False
 
     again: bool = option(False, "measure again what has been measured")
@@ -121,7 +122,8 @@ class Evaluation(Options, ABC):
     def chunks(self, config: Config) -> dict[str, Any]:
         """The chunks, which are measured one after the other, each stored when it is done.
 
-        By its name in the `parts` of the measurement, each has the last argument of `measure`.
+        Maps the name of each chunk, its key in the measurement's `parts`, to the argument `chunk`
+        of `measure`.
         """
 
     @abstractmethod
@@ -189,7 +191,7 @@ def identity(evaluation: Evaluation, config: Config) -> dict:
 def code_hash(evaluation: Evaluation) -> str:
     """A hash of the code in the files of an evaluation: of `measure`, its class and its bases.
 
-    Files of scripts.common and of Python do not count, nor do comments and formatting.
+    Files of scripts.common and of Python do not count, nor do comments, docstrings and formatting.
     """
     sources = [inspect.getsourcefile(evaluation.measure)]
     for kind in type(evaluation).__mro__:
@@ -209,8 +211,13 @@ def code_hash(evaluation: Evaluation) -> str:
 
 @functools.cache  # a process runs the code as it was at its start
 def hash_code(file: Path) -> str:
-    code = ast.unparse(ast.parse(file.read_bytes()))
-    return hashlib.sha256(code.encode()).hexdigest()[:16]
+    tree = WithoutDocstrings().visit(ast.parse(file.read_bytes()))
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+
+
+class WithoutDocstrings(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) else node
 
 
 @functools.cache  # as hash_code

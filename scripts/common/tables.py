@@ -9,8 +9,9 @@ A table of results is a dict, saved as table.json:
     same_tokens whether the paper's models read tokens of the same tokenizer
     rows        name of an entry -> paper, mean, low, high and deviation, which are lists over
                 columns, and runs: for each seed its values, folder, step, tokens, environment and
-                evaluation. A value that means nothing is None. With a baseline also difference:
-                the same of the differences between runs with the same seed.
+                evaluation. A value that means nothing is None. With a baseline also `difference`:
+                mean, low, high, deviation and runs of the row's values minus the baseline's at the
+                same seed.
     beside      the folder of another table, and its rows; or no such key
 """
 
@@ -98,7 +99,8 @@ def ranged(values: Sequence[int]) -> str:
 def best_entries(table: dict, column: int) -> set[str]:
     """The best entry in a column, and all that tie with it.
 
-    Two entries tie unless their means differ by more than the larger of their ranges over seeds.
+    Two entries tie unless their means differ by more than the larger of their ranges over seeds,
+    and by more than the rounding of the table.
     Entries of a single seed are not compared.
     """
     means = {}
@@ -112,9 +114,10 @@ def best_entries(table: dict, column: int) -> set[str]:
         return set()
     choose = min if table["better"][column] == "lower" else max
     best = choose(means, key=means.__getitem__)
+    rounding = 0.5 * 10 ** -table["digits"]
     tied = {best}
     for name, mean in means.items():
-        if abs(mean - means[best]) <= max(spreads[name], spreads[best]):
+        if abs(mean - means[best]) <= max(spreads[name], spreads[best], rounding):
             tied.add(name)
     return tied
 

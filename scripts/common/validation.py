@@ -102,11 +102,10 @@ class ControlledEvaluation(ModelEvaluation):
     no_control: bool = option(False, "skip the sliding-window control of each run")
 
     def window_control(self, config: Config, longest: int) -> Self | None:
-        """The control of a run: the same weights with plain RoPE, each query seeing the last T keys
-        at most, T being the training length. Layers with a smaller window keep it.
+        """Return the control of a run: the same weights, plain RoPE, and a window of T keys.
 
-        `longest` is the greatest number of tokens that the last token could attend to. None where
-        the control hides nothing.
+        T is the training length; layers with a smaller window keep it. `longest` is the greatest
+        number of tokens that the last token could attend to. None where the control hides nothing.
         """
         visible = min(longest, self.window or longest)
         if self.no_control or visible <= config.block_size:

@@ -24,7 +24,7 @@ from scripts.reproduce.tables import EXPERIMENTS
 
 @command
 def main() -> None:
-    names = "\n".join(f"  {name:16} {EXPERIMENTS[name].title}" for name in EXPERIMENTS)
+    names = "\n".join(f"  {name:20} {EXPERIMENTS[name].title}" for name in EXPERIMENTS)
     parser = build_parser(
         "scripts.reproduce",
         __doc__,

@@ -4,7 +4,7 @@ table.json records the conditions of its runs: the settings of the scale that af
 learns, the identity of the data (for recall, a hash of its sequences), and in which settings of
 their training its entries differ from the scale. Committed rows are shown only if the first two are
 the same, if neither their entries nor the new ones train in another way than the scale does, and if
-each run was measured in the same way.
+each run was measured on the same tokens or number of answers.
 """
 
 from collections.abc import Iterator, Sequence

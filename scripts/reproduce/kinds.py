@@ -7,7 +7,7 @@ from typing import Any
 
 from config import Config
 from scripts.common.papers import LSSAR
-from scripts.common.tables import cell, summarise
+from scripts.common.tables import cell, ranged, summarise
 from scripts.common.validation import accuracies
 from scripts.downstream import Downstream
 from scripts.eval_length import (
@@ -245,9 +245,7 @@ def passkeys(title: str, entries: Entries, draw: Draw = pictures.together) -> Ex
         multiples=multiples,
         better="higher",
         digits=1,
-        evaluation=lambda config: PasskeyRetrieval(
-            lengths=all_in_tokens(multiples(config), config)
-        ),
+        evaluation=lambda config: PasskeyRetrieval(),
         values=all_accuracies,
         draw=draw,
         paper=LSSAR["passkey"],
@@ -337,9 +335,9 @@ def accuracy_by_seed(table: dict) -> list[str]:
     if learned_rows:
         sentences.append(f"At {longest:g}x, by seed: {each_seed(table, column, learned_rows)}.")
     if other_rows:
-        steps = next(iter(other_rows.values()))["runs"][0]["step"]
+        steps = ranged([run["step"] for row in other_rows.values() for run in row["runs"]])
         sentences.append(
-            f"Not learned in {steps:,} steps, as a seed has less than {LEARNED_AT} at 1x (other "
+            f"Not learned in {steps} steps, as a seed has less than {LEARNED_AT} at 1x (other "
             "learning rates or more steps may change that); at 1x, by seed: "
             f"{each_seed(table, multiples.index(1), other_rows)}."
         )

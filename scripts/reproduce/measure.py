@@ -146,9 +146,9 @@ class Work:
     def results(self, entry: Entry) -> list[dict]:
         """Return the measured runs of an entry, one for each seed, as table.json has them.
 
-        Of an entry that was not chosen, runs are left out that cannot be built at this scale, as a
-        quarter of two heads, or that cannot be read, as those of an older version. Raises UserError
-        if a chosen one cannot be read, unless `measure` has reported that.
+        An entry that was not chosen may have runs that cannot be built at this scale (a quarter of
+        two heads) or cannot be read (an older version's): they are left out. Raises UserError if a
+        run of a chosen entry cannot be read, unless `measure` has reported it.
         """
         if self.experiment.compute:
             values, curves = self.experiment.compute(entry)

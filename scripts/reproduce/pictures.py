@@ -193,7 +193,7 @@ def recall_pictures(positions: Panels, others: Panels) -> Draw:
 
 
 def recall_at_16x(table: dict, positions: Panels) -> Figure | None:
-    """Draw normalisers by positions; returns None if no entry of them has been run."""
+    """Draw normalisers by positions; returns None if the table has none of their entries."""
     column = table["multiples"].index(16)
     means = {name: row["mean"][column] for name, row in table["rows"].items()}
     shares: dict[str, list[float | None]] = {}

@@ -64,7 +64,7 @@ class PlannedRun:
         processes = processes_of(self.config)
         if processes > 1:
             torchrun = ["-m", "torch.distributed.run", "--standalone"]
-            # without those that are ignored, as SIGHUP is under nohup
+            # torchrun would handle signals that this process ignores, such as SIGHUP under nohup
             heard = [number.name for number in TORCHRUN_SIGNALS if not is_ignored(number)]
             command += [*torchrun, f"--nproc_per_node={processes}"]
             command.append(f"--signals_to_handle={','.join(heard)}")
@@ -167,7 +167,7 @@ def cost(runs: Sequence[PlannedRun]) -> str:
     """Say how many runs and tokens are left to train."""
     left = [run for run in runs if not run.finished]
     if not left:
-        return f"to train: nothing, all {len(runs)} runs are done"
+        return "to train: nothing, all runs are done"
     tokens = sum(run.tokens_left for run in left)
     runs_left = "1 run" if len(left) == 1 else f"{len(left)} runs"
     return f"to train: {runs_left}, {tokens:,} tokens"

@@ -163,7 +163,7 @@ def build_table(work: Work, failures: list[str]) -> dict:
         "not_run": not_run,
         "failures": failures,
     }
-    if not experiment.compute:
+    if experiment.evaluation is not None:  # other tables are never shown beside a comparison
         table["conditions"] = committed_tables.conditions(work.scale, experiment.entries)
     if experiment.committed is not None:
         table["beside"] = committed_tables.with_columns(experiment.committed, table)
@@ -237,7 +237,10 @@ def add_headroom(table: dict, work: Work) -> list[str]:
             undecidable.append(f"`{name}`")
     if undecidable:
         names = ", ".join(undecidable)
-        sentences.append(f"Undecidable here, as the gains of seeds differ by more: {names}.")
+        sentences.append(
+            "Undecidable here, because gains at different seeds differ by more than the available "
+            f"gain, and by more than the context hurts: {names}."
+        )
     return sentences
 
 
@@ -256,7 +259,7 @@ def caption(table: dict, work: Work) -> list[str]:
         sentences.append(f"{table['unit']}.")
     sentences.append(how_measured(table["rows"]))
     if len(seeds) > 1 and work.experiment.draw_first_seed is not None:
-        sentences.append(f"The picture is of seed {seeds[0]}.")
+        sentences.append("The picture is of the first seed of each entry.")
     if work.experiment.note:
         sentences.append(work.experiment.note)
     sentences += work.experiment.remarks(table)
