@@ -49,7 +49,7 @@ from layers.selfcheck import check_kernels
 from model import GPT, compile_model
 from optim import build_optimizers, build_scaler
 from runtime.checkpoint import Training
-from runtime.config_files import load_config
+from runtime.config_files import SCALES, load_config
 from runtime.device import (
     autocast,
     environment,
@@ -167,7 +167,7 @@ def parse_models(paths: list[str], impls: list[str], settings: list[str]) -> dic
         for impl in impls:
             if path == PLAIN and path in models:  # it has one path, and is compiled as the first
                 continue
-            if "scales" in Path(path).parts:
+            if Path(path).resolve().is_relative_to(SCALES):
                 raise UserError(
                     f"{path} would be measured as a model of its own; give the sizes of all models "
                     "as settings: --n_layer=4 --n_embd=128"
