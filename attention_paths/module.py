@@ -46,7 +46,7 @@ class Attention(ReferenceAttention):
         if self.p is not None and not variant.takes_p:
             raise UserError(
                 f"attention = {name!r} cannot have p = {self.p}: re-weighting needs l1 and weights "
-                "that are never negative, and a variant without `reweight` or `row_weights`"
+                "that are never negative, or a `reweight` that reads p (needs_p=True)"
             )
         check_choice("sink", settings.get("sink", "none"), ("none", "one", "learned"))
         if self.has_sink and not variant.takes_sink:

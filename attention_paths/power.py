@@ -47,7 +47,7 @@ class NormalisedPower(torch.autograd.Function):
 
 
 def power(x: Tensor, p: float) -> Tensor:
-    """Compute x^p of x >= 0, on a CPU faster than pow, by products where p is an integer.
+    """Compute x^p for x >= 0; for an integer p by products, which on a CPU are faster than pow.
 
     Up to 3, pow uses products itself. Products add up p rounding errors, 3e-5 at p = 1,000: from
     there on pow is used again.

@@ -37,10 +37,9 @@ META = "meta.json"
 WHOLE_BYTES = 1 << 28
 START_BYTES = 1 << 20
 
-# Identifies the data of a run: hashes and descriptions by what they are of, such as "training
-# shards".
+# Identifies the data of a run: a hash or description for each name, such as "training shards".
 Identity = dict[str, str]
-# The names in an Identity of what code makes, not of the files of a folder.
+# The names in an Identity whose data are made by code, not read from files.
 SIMULATED = ("recall", "recall sequences", "orbits")
 
 Tokens = NDArray[np.uint16]

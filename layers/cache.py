@@ -60,5 +60,5 @@ class KVCache:
         room = stored.shape[2]
         x = torch.cat((stored, x), dim=2)
         stored.copy_(x[:, :, -room:])
-        # positions are at the end of `stored`: its first places are empty until `room` are cached
+        # positions are at the end of `stored`, whose first places are empty until it is full
         return x[:, :, max(0, room - self.length) :]

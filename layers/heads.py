@@ -30,7 +30,7 @@ def build_attentions(config: Config, layer: int) -> list[Attention]:
     return groups
 
 
-@functools.cache  # a new Config reads the tokenizer's file, and every layer needs this one
+@functools.cache  # building a Config reads the tokenizer's file: all layers share this Config
 def local_config(config: Config) -> Config:
     """Return the config of a hybrid's heads with positions: softmax, without re-weighting."""
     return config.replace(attention="softmax", p=None, s_init=Config.s_init)

@@ -29,7 +29,7 @@ from errors import UserError, did_you_mean, nearest
 from runtime.files import convert, read_json
 from runtime.hf_config import PRETRAINED, pretrained_settings
 
-SCALES = ROOT / "configs/scales"
+SCALES = (ROOT / "configs/scales").resolve()  # compared with resolved paths
 # A file in a run's folder: the absolute path of the run's data_dir.
 DATA_DIR = "data_dir.txt"
 

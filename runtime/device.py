@@ -156,7 +156,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 
 def pick_compile(setting: bool | None, device: torch.device, many_graphs: bool = False) -> bool:
-    """Whether to compile the model: the setting or, if it is None, on CUDA unless to many graphs.
+    """Whether to compile the model: the setting or, if it is None, on CUDA unless graphs are many.
 
     Raises UserError if torch.compile would fail, without a compiler or Python's headers.
     """
@@ -219,7 +219,7 @@ def mfu_and_memory(device: torch.device, flops_per_s: float) -> dict[str, float]
     if device.type == "cuda" and flops_per_s:
         gpu = torch.cuda.get_device_name(device)
         for name, peak in PEAK_FLOPS.items():
-            # these, and shares of a GPU, have another peak
+            # laptops, Ti and D cards and MIG slices have other peaks
             if re.search(rf"\b{name}\b(?! (Laptop|Ti|D)\b|.* MIG )", gpu):
                 measured["mfu"] = flops_per_s / peak
                 break

@@ -47,7 +47,7 @@ def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def load_hf_config(source: str) -> Any:
-    """Load the config of a model by its name on the hub or its folder, without the hf: before it.
+    """Load the config of a model by its name on the hub or its folder, without the prefix hf:.
 
     Raises UserError if it cannot be loaded.
     """

@@ -34,7 +34,7 @@ def test_entries_that_tie_are_all_best():
     assert best(a=[1.0, 1.02], b=[1.0, 1.9]) == {"a", "b"}
     assert best(a=[0.0, 0.0], b=[0.0, 0.0], c=[1.0, 1.0]) == {"a", "b"}
     # what the table rounds alike ties
-    assert best(a=[1.0, 1.0], b=[1.004, 1.004], c=[1.006, 1.006]) == {"a", "b"}
+    assert best(a=[1.003, 1.003], b=[1.004, 1.004], c=[1.006, 1.006]) == {"a", "b"}
     assert best(a=[1.0], b=[2.0]) == set()
     assert best("higher", a=[1.0, 1.1], b=[2.0, 2.1]) == {"b"}
 

@@ -76,7 +76,7 @@ def decode_scores(
     tl.store(CHUNKS + 2, a_max)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Lk"])
 def decode_values(
     V,
     Y,

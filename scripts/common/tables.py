@@ -99,9 +99,8 @@ def ranged(values: Sequence[int]) -> str:
 def best_entries(table: dict, column: int) -> set[str]:
     """The best entry in a column, and all that tie with it.
 
-    Two entries tie unless their means differ by more than the larger of their ranges over seeds,
-    and by more than the rounding of the table.
-    Entries of a single seed are not compared.
+    Two entries tie if the table shows the same mean for both, or if their means differ by no more
+    than the larger of their ranges over seeds. Entries of a single seed are not compared.
     """
     means = {}
     spreads = {}
@@ -114,10 +113,11 @@ def best_entries(table: dict, column: int) -> set[str]:
         return set()
     choose = min if table["better"][column] == "lower" else max
     best = choose(means, key=means.__getitem__)
-    rounding = 0.5 * 10 ** -table["digits"]
+    digits = table["digits"]
     tied = {best}
     for name, mean in means.items():
-        if abs(mean - means[best]) <= max(spreads[name], spreads[best], rounding):
+        looks_the_same = round(mean, digits) == round(means[best], digits)
+        if looks_the_same or abs(mean - means[best]) <= max(spreads[name], spreads[best]):
             tied.add(name)
     return tied
 

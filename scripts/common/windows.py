@@ -63,8 +63,8 @@ def check_windows(model: GPT, device: torch.device, dtype: torch.dtype) -> None:
 def depends_on_hidden(outputs: Tensor, share: float) -> bool:
     """Tell whether a hidden input changes the output by more than a share of a visible input's.
 
-    `outputs` [3, n_embd] are the last outputs for a sequence, for the same with its hidden input
-    changed, and for the same with a visible input changed.
+    `outputs` [3, n_embd] are the last outputs for a sequence, for the sequence with its
+    hidden input changed, and for the sequence with a visible input changed.
     """
     last, hidden, visible = outputs.float()
     return not (hidden - last).norm() <= share * (visible - last).norm()  # also for NaN
