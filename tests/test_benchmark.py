@@ -119,6 +119,7 @@ def test_steps_are_measured_in_processes_of_their_own(call, monkeypatch, tmp_pat
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["scripts.benchmark"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+    monkeypatch.delattr(benchmark, "_step", raising=False)  # another test may have taken steps
     out = tmp_path / "new/b.json"
     call(
         benchmark,

@@ -195,7 +195,7 @@ def test_only_headers_and_sequences_are_read(tmp_path, request):
 
 def test_too_little_is_refused(data_dir):
     open_loader(data_dir, 19, seed=0)
-    message = f"{data_dir}: 166 tokens give .* at least 161 tokens"
+    message = f"{data_dir}: 166 tokens give .* a shard of 161 tokens would"
     with pytest.raises(UserError, match=message):
         open_loader(data_dir, 20, seed=0)
     loader = TokenLoader(data_dir, Batching(64, 1, 0), 1050)

@@ -356,7 +356,7 @@ def test_scores_that_grow_are_another_measurement(save_untrained, call, shards, 
     call(eval_length, run, "--lengths=16,64", "--no_control")
     call(eval_length, run, "--lengths=16,64", "--log_base=5")
     assert measured == [16, 64] * 3
-    assert "rope none, log_base 5.0\n" in capsys.readouterr().out
+    assert "rope none, log_base 5\n" in capsys.readouterr().out
     call(eval_length, run, "--lengths=16,64", "--no_control")
     assert len(measured) == 6
     plain, scaled, control = measured_losses(run)
