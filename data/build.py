@@ -143,8 +143,8 @@ def hash_json(value: list) -> str:
 def resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
     """Return the meta.json to go on from, with the shards before the first bad one.
 
-    A shard is bad if it is missing or has the wrong size. Raises UserError if the folder
-    has shards of other settings than `wanted`; only `source` may differ.
+    A shard is bad if it is missing or has the wrong size. Raises UserError if the folder has shards
+    of other settings than `wanted`; only `source` may differ.
     """
     meta = shards.read_meta(out_dir)
     if not any(out_dir.glob("*.bin")):

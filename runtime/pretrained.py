@@ -58,8 +58,8 @@ def load_gpt2(model: GPT, source: str) -> None:
     """Copy the weights of a GPT2LMHeadModel into the model, whatever its attention variant.
 
     A model of fewer positions takes the first. The attention's scalars, such as SSMax's s, keep
-    their initial values. Raises UserError if weights cannot be loaded or are missing, and
-    if a setting differs.
+    their initial values. Raises UserError if weights cannot be loaded or are missing, and if a
+    setting differs.
     """
     from transformers import GPT2LMHeadModel
 

@@ -25,7 +25,7 @@ columns are means over rows:
 RUN/attention_maps.json is a list of measurements:
 
     variant, seed, step, sha256, trained_length, dtype, p, window
-    attention, rope, rope_factor, rope_theta, log_base  as in loss_by_length.json
+    attention, rope, rope_factor, rope_theta, log_base  as in eval_length.json
     layer               from 0
     data_dir, tokens    of the validation tokens; null for a text alone
     parts               {"1024 tokens": {...}, "text: Some other text.": {...}}, each with

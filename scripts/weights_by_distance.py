@@ -20,7 +20,7 @@ picture is weights_by_distance.png.
 RUN/weights_by_distance.json is a list of measurements:
 
     variant, seed, step, sha256, trained_length, dtype
-    attention, rope, rope_factor, rope_theta, log_base  as in loss_by_length.json
+    attention, rope, rope_factor, rope_theta, log_base  as in eval_length.json
     head_windows        by layer, the most keys that a query of each head sees; null: all
     data_dir, tokens    of the validation tokens
     parts               {"128 tokens": {...}}, with
