@@ -7,7 +7,6 @@ Several prompts are continued in one batch.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -55,9 +54,10 @@ def read_prompt(prompt: str) -> str:
     """The prompt, or the content of the file for FILE:PATH, as in nanoGPT."""
     if not prompt.startswith("FILE:"):
         return prompt
-    path = Path(prompt.removeprefix("FILE:"))
+    path = prompt.removeprefix("FILE:")
     try:
-        return path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8-sig", newline="") as file:  # as data.text reads
+            return file.read()
     except (OSError, ValueError) as error:
         raise UserError(f"--prompt {prompt}: the file cannot be read: {error}") from error
 

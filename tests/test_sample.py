@@ -72,14 +72,15 @@ def test_kernels_that_attend_to_padding_are_replaced(
 
 def test_a_prompt_may_be_a_file(trained, call, capsys, refused, tmp_path):
     path = tmp_path / "prompt.txt"
-    path.write_text("naïve prompt\n", encoding="utf-8")
+    # a byte-order mark is dropped and line breaks are kept, as in training data
+    path.write_bytes("\ufeffnaïve prompt\r\n".encode())
 
     def printed(prompt):
         call(sample, trained, f"--prompt={prompt}", "--max_new_tokens=3")
         return capsys.readouterr().out
 
-    assert printed(f"FILE:{path}") == printed("naïve prompt\n")
-    assert printed(f"FILE:{path}").startswith("naïve prompt\n")
+    assert printed(f"FILE:{path}") == printed("naïve prompt\r\n")
+    assert printed(f"FILE:{path}").startswith("naïve prompt\r\n")
     path.write_bytes(b"\xff")
     refused(call, sample, trained, f"--prompt=FILE:{path}", says=("prompt.txt", "cannot be read"))
     refused(call, sample, trained, "--prompt=FILE:none", says="FILE:none: the file cannot be read")
