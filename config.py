@@ -457,6 +457,8 @@ def check_each_setting(config: Config) -> None:
             )
         if choices(key):
             check_choice(key, value, choices(key))
+        if isinstance(value, str) and value != value.encode(errors="replace").decode():
+            raise UserError(f"{key} = {value!a} is not UTF-8: torch cannot open such a path")
 
 
 def check_limits(key: str, value: Any, hint: Any) -> None:

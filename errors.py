@@ -84,6 +84,8 @@ def reported() -> Iterator[None]:
         discard_output()
         sys.exit(1)
     except OSError as error:
+        if error.errno in (errno.EACCES, errno.ENAMETOOLONG) and error.filename:
+            exit_with(f"{os.fsdecode(error.filename)}: {error.strerror}")
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         discard_output()

@@ -104,11 +104,12 @@ def main(config: Config) -> None:
             reason = f"the largest that {limit} and divides {sequences} sequences"
             say(f"batch_size = {batch_size}: {reason}")
         config = config.replace(batch_size=batch_size)
-        resume = resuming.should_resume(run, config.resume)
-        if resume:
+        if resuming.should_resume(run, config.resume):
             resuming.check_init_from(run, config.init_from)
-        config = config.replace(resume=resume, init_from="" if resume else config.init_from)
-        check_initial(config.init_from)
+            config = config.replace(resume=True, init_from="")
+        else:
+            check_initial(config.init_from)
+            config = config.replace(resume=False)
         training, loader, loss_fn = set_up(config, device)
         stopped = False
         if loader is not None and not config.dry_run:

@@ -38,6 +38,7 @@ BATCH = 16
 PIECE_CHARS = 1 << 19
 # Queue length per worker: enough that none is idle while a batch is read.
 TASKS_PER_WORKER = 16
+REMEDY = "use another --out_dir, or delete the folder to make it again"
 
 # Reads a file from a place in it on. It yields batches: the place from which reading starts with
 # this batch, and its documents or its tokens.
@@ -60,6 +61,8 @@ def parse_options(
     names = f"{', '.join(BUILT_IN)} or a tokenizer.json; default: {tokenizer}"
     parser.add_argument("--tokenizer", default=tokenizer, help=names)
     parser.add_argument("--out_dir", type=Path, help="the folder to make; default: in data/")
+    field = f"the parquet column or JSON field of the text; default: {COLUMN}"
+    parser.add_argument("--column", "--field", default=COLUMN, metavar="NAME", help=field)
     size = f"tokens per shard ({SHARD_SIZE:,})"
     parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, help=size)
     workers = "threads (one per core)"
@@ -108,7 +111,7 @@ def build(
     origin; if another process is making them; or if the documents have too few tokens for both
     splits.
     """
-    out_dir = options.out_dir or Path("data", folder)
+    out_dir = out_dir_of(options, folder)
     wanted: shards.Meta = {
         "tokenizer": identify(options.tokenizer),
         "shard_size": options.shard_size,
@@ -124,7 +127,7 @@ def build(
     if content is not None:
         wanted["content"] = hash_json(content)
     with lock_folder(out_dir, "making this set"):
-        meta = resume(out_dir, wanted)
+        meta = resume(out_dir, wanted, options)
         if meta["complete"]:
             outcome = "already done"
         else:
@@ -136,34 +139,55 @@ def build(
     print(f"{out_dir}: {outcome}, {tokens:,} tokens in {len(meta['shards'])} shards")
 
 
+def out_dir_of(options: argparse.Namespace, folder: str) -> Path:
+    return options.out_dir or Path("data", folder)
+
+
+def check_folder(out_dir: Path, options: argparse.Namespace) -> shards.Meta | None:
+    """Return the meta.json of the shards in a folder; None if it has no shards.
+
+    Raises UserError if they have other settings than `options`, or are of unknown origin, and if
+    no file can be written there.
+    """
+    check_writable(out_dir)
+    if not any(out_dir.glob("*.bin")):
+        return None
+    meta = shards.read_meta(out_dir)
+    if meta is None:
+        raise UserError(
+            f"{out_dir}: holds .bin files that this command did not make; use another --out_dir"
+        )
+    wanted = {
+        "tokenizer": identify(options.tokenizer),
+        "shard_size": options.shard_size,
+        "repeat": (options.repeat, options.within) if options.repeat else None,
+        "split_at": options.split_at,
+    }
+    for key, now in wanted.items():
+        before = meta.get(key)
+        if before != now:
+            raise UserError(f"{out_dir}: made with {key} {before}, not {now}; {REMEDY}")
+    return meta
+
+
 def hash_json(value: list) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def resume(out_dir: Path, wanted: shards.Meta) -> shards.Meta:
+def resume(out_dir: Path, wanted: shards.Meta, options: argparse.Namespace) -> shards.Meta:
     """Return the meta.json to go on from, with the shards before the first bad one.
 
     A shard is bad if it is missing or has the wrong size. Raises UserError if the folder has shards
     of other settings than `wanted`; only `source` may differ.
     """
-    meta = shards.read_meta(out_dir)
-    if not any(out_dir.glob("*.bin")):
-        return wanted
+    meta = check_folder(out_dir, options)
     if meta is None:
-        raise UserError(
-            f"{out_dir}: holds .bin files that this command did not make; use another --out_dir"
-        )
-    remedy = "use another --out_dir, or delete the folder to make it again"
-    for key in ("tokenizer", "shard_size", "repeat", "split_at"):
-        before = meta.get(key)
-        now = wanted.get(key)
-        if before != now:
-            raise UserError(f"{out_dir}: made with {key} {before}, not {now}; {remedy}")
+        return wanted
     has_new_content = meta.get("content") != wanted.get("content")
     if has_new_content or meta["documents"] != wanted["documents"]:
         raise UserError(
             f"{out_dir}: made from other documents, from these before they were edited, or by an "
-            f"earlier version; {remedy}"
+            f"earlier version; {REMEDY}"
         )
     whole = list(takewhile(lambda shard: shards.is_whole(out_dir, shard), meta["shards"]))
     complete = meta["complete"] and whole == meta["shards"]

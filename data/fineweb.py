@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.build import BATCH, COLUMN, Read, build, parse_options, tokenise
+from data.build import BATCH, Read, build, check_folder, out_dir_of, parse_options, tokenise
 from data.documents import Document, reading
 from errors import Parser, UserError, command
 
@@ -127,7 +127,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dataset", default="fineweb", metavar="OWNER/NAME", help=names)
     parser.add_argument("--name", help=f"its configuration; default of FineWeb: {SAMPLE}")
     parser.add_argument("--split", default="train", help="its split; default: train")
-    parser.add_argument("--column", default=COLUMN, help="the column of documents; default: text")
     parser.add_argument("--parquet", nargs="+", metavar="PATH", help="files or folders on disk")
     parser.set_defaults(repeat=0)
     args = parse_options(parser, argv, tokenizer="gpt2")
@@ -138,6 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = default_folder(repo, args.name)
     if args.tokenizer != "gpt2":
         folder += f"_{Path(args.tokenizer).stem}"
+    check_folder(out_dir_of(args, folder), args)  # before checksums are computed
     files, sizes, content = open_dataset(args, repo)
     source = args.parquet or filter(None, [repo, args.name, args.split, args.column])
     stream = partial(tokenise, files, args, 0)

@@ -33,7 +33,7 @@ import pyarrow
 import pyarrow.parquet
 from tqdm import tqdm
 
-from data.build import BATCH, COLUMN, build, parse_options, tokenise
+from data.build import BATCH, build, check_folder, out_dir_of, parse_options, tokenise
 from data.documents import Document, Rules, reading
 from data.ids import are_ids, copy_ids
 from data.tokenizer import split_text
@@ -284,8 +284,6 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="python -m data.text", description=__doc__)
     parser.add_argument("paths", nargs="*", metavar="PATHS", help="files and folders")
     parser.add_argument("--val", nargs="+", metavar="PATHS", help="what is for validation")
-    field = f"the JSON field or parquet column of the text; default: {COLUMN}"
-    parser.add_argument("--field", default=COLUMN, dest="column", metavar="FIELD", help=field)
     share = "the share of the T-token passages of the training text that an excerpt follows"
     parser.add_argument("--repeat", type=float, metavar="SHARE", help=share)
     parser.add_argument("--within", type=int, metavar="T", help="the training length")
@@ -301,6 +299,10 @@ def main(argv: list[str] | None = None) -> None:
     if any(map(are_ids, args.paths)):
         copy_ids(args)
         return
+    folder = f"text_{Path(args.tokenizer).stem}"
+    if repeats:
+        folder += "_repeat"
+    check_folder(out_dir_of(args, folder), args)  # before the files are read
     if args.paths:
         source = " ".join(args.paths)
         files = list_files(args.paths)
@@ -322,9 +324,6 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{source}: too little text for training and validation")
     print_names("training", train)
     print_names("validation", val)
-    folder = f"text_{Path(args.tokenizer).stem}"
-    if repeats:
-        folder += "_repeat"
     streams = []
     checksums = []
     for split_sources, repeat in ((val, 0), (train, args.repeat)):

@@ -99,7 +99,7 @@ def run_name(files: Iterable[str], settings: dict[str, Any], keys: Iterable[str]
     if not name:
         return ""
     assignments = [f"{key}={format_value(settings[key])}" for key in keys if key in settings]
-    return ",".join([name, *assignments]).replace(os.sep, "-")
+    return ",".join([name, *assignments])
 
 
 def default_out_dir(files: Sequence[Path], settings: dict[str, Any], config: Config) -> str:
@@ -108,7 +108,8 @@ def default_out_dir(files: Sequence[Path], settings: dict[str, Any], config: Con
     if not files:
         keys = [key for key in keys if key not in ("attention", "p")]  # they name the variant
     stems = [stem_of(file) for file in files] or [config.variant_name]
-    return f"out/{shorten(run_name(stems, settings, keys), longest=100)}"
+    name = run_name(stems, settings, keys).replace(os.sep, "-")
+    return f"out/{shorten(name, longest=100)}"
 
 
 def stem_of(file: Path) -> str:
@@ -221,7 +222,7 @@ def saved_settings(content: Any, source: str | Path) -> dict[str, Any]:
         raise UserError(f"{TOKENIZER} of its run must lie beside it: {folder} has no such file")
     data_dir = values.get("data_dir")
     recorded = recorded_data_dir(folder)
-    if isinstance(data_dir, str) and recorded is not None and recorded.exists():
+    if isinstance(data_dir, str) and recorded is not None and os.path.exists(recorded):
         if Path(find_data(data_dir)).resolve() != recorded.resolve():
             values = values | {"data_dir": str(recorded)}
     return values

@@ -242,8 +242,11 @@ PATCH = (
 def environment(device: torch.device) -> dict[str, Any]:
     """Return versions, the commit, and the machine: the GPU's name, or the CPU's."""
     on_gpu = device.type == "cuda"
-    commit = git("rev-parse", "HEAD")
-    changes = git("status", "--porcelain", "--untracked-files=no")
+    is_tracked = bool(git("ls-files"))  # not so in a copy inside another repository
+    commit = git("rev-parse", "HEAD") if is_tracked else None
+    changes = (
+        git("status", "--porcelain", "--untracked-files=no", "--", ".") if is_tracked else None
+    )
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -256,7 +259,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def uncommitted() -> bytes:
     """A patch from the commit to the code of this process: changes, and untracked .py files."""
-    patch = git("diff", *PATCH, "HEAD") or b""
+    patch = git("diff", *PATCH, "HEAD", "--", ".") or b""
     for path in untracked():
         patch += git("diff", *PATCH, "--no-index", "/dev/null", path) or b""
     return patch

@@ -19,6 +19,10 @@ Value = TypeVar("Value")
 # Besides WORLD_SIZE, what torchrun gives to its processes.
 TORCHRUN_VARIABLES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
+# Held until the process ends: a gloo thread that drops the last reference to a collective takes the
+# GIL, and closing the group joins that thread with the GIL held.
+LAST_COLLECTIVES: list[dist.Work] = []
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -62,7 +66,9 @@ def process_group(device: torch.device, timeout: float, dry_run: bool = False) -
     ended = False
     try:
         yield
-        dist.barrier()  # no rank leaves while another still needs it
+        last = dist.barrier(async_op=True)  # no rank leaves while another still needs it
+        last.wait()
+        LAST_COLLECTIVES.append(last)
         ended = True
     finally:
         # Closing NCCL's group takes all ranks, and after an error the others do not come: leave it

@@ -22,6 +22,8 @@ def say(text: str) -> None:
     """Print a line. A closed pipe or terminal, or a full disk under the output, ends no run."""
     try:
         print(text, flush=True)
+    except UnicodeEncodeError:  # the output's encoding has no such character
+        print(text.encode("ascii", "backslashreplace").decode(), flush=True)
     except OSError:
         discard_output()
 

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from config import FREE_ON_RESUME, RECORDED_ON_RESUME, SCHEDULE, Config
+from config import FREE_ON_RESUME, LEARNED, RECORDED_ON_RESUME, SCHEDULE, Config
 from errors import UserError
 from optim import learning_rate
 from runtime.checkpoint import (
@@ -66,13 +66,16 @@ def load_to_resume(run: Path, config: Config) -> State:
     new max_iters would change past learning rates and no schedule is given.
     """
     state = load(find(run, quiet=rank() > 0).path)
+    before = settings_before(state)
     now = settings_of(config)
-    for key, saved in settings_before(state).items():
+    for key, saved in before.items():
         if key not in FREE_ON_RESUME and key not in RECORDED_ON_RESUME and now.get(key) != saved:
+            words = ["python", "train.py", str(run)]
+            words += [f"--{k}={getattr(config, k)}" for k in LEARNED if now[k] != before[k]]
+            words += [f"--init_from={run}", "--out_dir=NEW"]
             raise UserError(
                 f"{run} was trained with {key} = {saved!r}, so it cannot be resumed with "
-                f"{now.get(key)!r}; a new run from its weights, if they fit: train.py "
-                f"{run} --{key}={now.get(key)} --init_from={run} --out_dir=NEW"
+                f"{now.get(key)!r}; a new run from its weights, if they fit: {shlex.join(words)}"
             )
     edited = formulas_difference(run, config)
     if edited is not None:
@@ -92,13 +95,13 @@ def check_rate(run: Path, config: Config, state: State) -> None:
     The message has two commands that continue the run, at the rate of its last step or, after a
     schedule that ended near 0, at a tenth of its peak.
     """
+    moves_its_end = changes_since(state, config).keys() & SCHEDULE <= FREE_ON_RESUME
+    if state.step == 0 or not moves_its_end:
+        return
     before = settings_before(state)
     earlier = config.replace(**{key: before[key] for key in SCHEDULE})
-    step = max(0, state.step - 1)
-    rate = learning_rate(step, earlier)
-    changed = changes_since(state, config).keys() & SCHEDULE
-    moves_its_end = changed <= FREE_ON_RESUME
-    if state.step == 0 or not moves_its_end or rate == learning_rate(step, config):
+    rate = learning_rate(state.step - 1, earlier)
+    if rate == learning_rate(state.step - 1, config):
         return
     rate = max(rate, earlier.learning_rate / 10)
     constant = {"schedule": "constant", "learning_rate": rate, "min_lr": 0.0, "cooldown_iters": 0}

@@ -7,7 +7,7 @@ python -m scripts.benchmark configs/softmax.py configs/t6.py --phases decode --b
 python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15.py \
     --phases attention,attention_eval --block_size=16384
 
-The columns are as in Table A7 of the LSSAR paper, whose numbers are printed below each variant. The
+The columns are as in Table A7 of the LSSAR paper, whose numbers are printed below its variants. The
 paper uses standard PyTorch functions and no fused kernels, as does `--impls unfused`: the path
 `reference` without torch.compile, and all logits at once. `plain` instead of a config is a GPT-2
 built from torch.nn's Transformer modules, as a baseline without this repository. Each model is

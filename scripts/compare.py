@@ -28,10 +28,11 @@ results. A single config is enough.
 
 Prints the cost, trains the missing runs in OUT/<scale>/<entry>/seed<seed>, which
 scripts.reproduce shares, and writes RESULTS/<scale>/compare_<entries>/table.md, table.json and a
-picture. An interrupted command continues where it stopped; nothing is done twice. To train several
-runs at the same time, start the same command on each GPU, with CUDA_VISIBLE_DEVICES: runs that
-another process is training are left to it. Each command measures whatever is not stored yet, so
-some measurements may be made twice.
+picture. The same entries with other --lengths or --seeds replace the table; the measurements stay
+with the runs. An interrupted command continues where it stopped; nothing is done twice. To train
+several runs at the same time, start the same command on each GPU, with CUDA_VISIBLE_DEVICES: runs
+that another process is training are left to it. Each command measures whatever is not stored yet,
+so some measurements may be made twice.
 """
 
 import itertools

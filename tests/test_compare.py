@@ -313,6 +313,7 @@ def test_other_tasks(compared, tmp_path, refused, task, settings, unit):
     folder = compared(SOFTMAX, LSSAR, f"--scale={file}", *lengths)
     table = read_table(folder)
     assert table["unit"] == unit
+    assert table["scale"] == f"{task}/small"
     assert list(table["rows"]) == ["softmax", "lssar_p15"]
     assert folder.name == f"compare_{task}_softmax_lssar_p15"  # text has compare_softmax_lssar_p15
     if task == "orbits":

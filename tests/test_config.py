@@ -196,8 +196,24 @@ def test_a_run_is_called_by_its_config_file(tmp_path, monkeypatch):
     assert load_config(["--resume", str(run)]).label == "mine"
     assert load_config(["--resume", f"--out_dir={run}"]).label == "mine"
     assert load_config([str(run), "--p=5"]).label == "mine,p=5"
+    saved(run, name="a/b")
+    assert load_config([str(run)]).label == "a/b"
     saved(run, name="")
     assert load_config([str(run)]).label == "lssar_p3"
+
+
+def test_a_run_whose_recorded_data_folder_cannot_be_looked_up(tmp_path):
+    """As in another user's home folder; samples need no data. A name may be too long instead."""
+    saved(tmp_path, data_dir="data/mine")
+    write(tmp_path / "data_dir.txt", "/" + "a" * 300)
+    assert load_config([str(tmp_path)]).data_dir == "data/mine"
+
+
+def test_a_path_that_is_not_utf_8_is_refused():
+    """torch reads no checkpoint there."""
+    with pytest.raises(UserError, match=r"out_dir = 'out/caf\\udce9' is not UTF-8"):
+        load_config(["--out_dir=out/caf\udce9"])
+    assert load_config(["--out_dir=out/café"]).out_dir == "out/café"
 
 
 def saved(folder, **changes):

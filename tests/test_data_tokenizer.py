@@ -159,6 +159,11 @@ def test_a_file_of_words(words_file):
             "is not a tokenizer.json",
         ),
         (
+            lambda c: c.update(model={"vocab": {"a": "1"}}, added_tokens=[]),
+            "bad.json: cannot be read by tokenizers: ",
+            "is not a tokenizer.json",
+        ),
+        (
             lambda c: c["model"]["vocab"].update(large=65536),
             "a shard's uint16",
             "65537 token ids",

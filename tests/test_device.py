@@ -217,6 +217,8 @@ def test_freed_memory_is_not_faulted_in_again():
 
 # ---- what is recorded ----
 
+AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+
 
 def git(folder, *command):
     subprocess.run(["git", *command], cwd=folder, check=True, capture_output=True)
@@ -228,12 +230,11 @@ def repository(tmp_path, monkeypatch):
     root = tmp_path / "repository"
     root.mkdir()
     (root / "model.py").write_text("one\ntwo\n")
-    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     git(root, "init")
     for setting in ("diff.external=/bin/echo", "color.ui=always", "diff.noprefix=true"):
         git(root, "config", *setting.split("="))
     git(root, "add", "model.py")
-    git(root, *author, "commit", "-m", "first")
+    git(root, *AUTHOR, "commit", "-m", "first")
     monkeypatch.setattr(device, "ROOT", root)
     return root
 
@@ -246,6 +247,29 @@ def test_a_repository_of_another_user(repository, monkeypatch):
     monkeypatch.setattr(device, "ROOT", repository.parent)
     assert device.environment(torch.device("cpu"))["commit"] is None
     assert device.environment(torch.device("cpu"))["modified"] is None
+
+
+def test_a_copy_inside_another_repository_has_no_commit(repository, monkeypatch):
+    """Nor are changes of the other repository, such as a secret, part of the copy's patch."""
+    (repository / "model.py").write_text("secret\n")
+    copy = repository / "copy"
+    copy.mkdir()
+    (repository / ".gitignore").write_text("copy\n")
+    monkeypatch.setattr(device, "ROOT", copy)
+    recorded = device.environment(torch.device("cpu"))
+    assert recorded["commit"] is None
+    assert recorded["modified"] is None
+    assert device.uncommitted() == b""
+    # a folder of a repository with others has its own changes alone
+    (copy / "train.py").touch()
+    git(repository, "add", "--force", "copy/train.py")
+    git(repository, *AUTHOR, "commit", "-m", "copy")
+    assert device.environment(torch.device("cpu"))["commit"]
+    assert not device.environment(torch.device("cpu"))["modified"]
+    (copy / "train.py").write_text("three\n")
+    assert device.environment(torch.device("cpu"))["modified"]
+    assert b"three" in device.uncommitted()
+    assert b"secret" not in device.uncommitted()
 
 
 def started(run, resumed_at):

@@ -1,11 +1,14 @@
 """Several real processes: signals, restarts, and what happens when a process is lost."""
 
+import gc
 import os
 import shutil
 import signal
 import subprocess
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,11 +236,36 @@ def test_a_rank_without_a_world_is_refused(train, refused, monkeypatch):
     refused(train, "run", says="RANK = 1 must be below WORLD_SIZE = 1")
 
 
+def test_a_groups_last_collective_outlives_it(monkeypatch):
+    """Where a thread of gloo drops it while the group is closed, the two wait for each other."""
+    held = []
+
+    class Work:
+        def wait(self):
+            pass
+
+    def barrier(async_op):
+        work = Work()
+        held.append(weakref.ref(work))
+        return work
+
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dist, "barrier", barrier)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with process_group(torch.device("cpu"), timeout=1):
+        pass
+    gc.collect()
+    (work,) = held
+    assert work() is not None
+
+
 def test_an_error_under_nccl_leaves_the_group_open(monkeypatch):
     """Closing it would wait for the other ranks, which wait for this one."""
     closed = []
-    for name in ("init_process_group", "barrier"):
-        monkeypatch.setattr(dist, name, lambda *args, **kwargs: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(dist, "barrier", lambda async_op: SimpleNamespace(wait=lambda: None))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: closed.append(True))
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)

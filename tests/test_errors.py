@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from errno import EACCES, ENAMETOOLONG
 
 import pytest
 
@@ -19,6 +20,8 @@ TOO_LARGE = "you tried to allocate 4 bytes"
         (MemoryError(), 1, "error: not enough memory: more than this machine has"),
         (RuntimeError(f"{TOO_LARGE}\nmore"), 1, f"error: not enough memory: {TOO_LARGE}"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (PermissionError(EACCES, "Permission denied", "a/b"), 2, "error: a/b: Permission denied"),
+        (OSError(ENAMETOOLONG, "File name too long", "a"), 2, "error: a: File name too long"),
     ],
 )
 def test_a_mistake_is_one_sentence(error, code, sentence, capsys):

@@ -1,5 +1,6 @@
 """metrics.jsonl, printed lines and wandb, with wandb's own client."""
 
+import io
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import pytest
 
 from config import Config
 from errors import UserError
-from runtime.log import Log, read_metrics, start_wandb, wandb_settings
+from runtime.log import Log, read_metrics, say, start_wandb, wandb_settings
 from tests.faults import arguments, run_command
 from tests.runs import metrics
 
@@ -116,6 +117,13 @@ def test_a_full_disk_under_the_output_does_not_end_a_run(shards, tmp_path):
     """Nor does a closed pipe: see test_a_closed_terminal_does_not_stop_a_run_under_nohup."""
     assert run_command(arguments(shards, tmp_path / "run"), output_lost="disk") == 0
     assert max(metrics(tmp_path / "run")) == 6
+
+
+def test_output_whose_encoding_lacks_a_character_is_escaped(monkeypatch):
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="")
+    monkeypatch.setattr(sys, "stdout", output)
+    say("modèle")
+    assert output.buffer.getvalue() == b"mod\\xe8le\n"
 
 
 def test_a_full_disk_ends_the_run_with_a_sentence(train, monkeypatch, refused):

@@ -33,6 +33,16 @@ def test_a_long_title_is_broken_between_words():
     ]
 
 
+def test_a_logarithmic_axis_within_a_decade_has_labels():
+    figure = draw_curves({"": [Curve("a", [16, 32], [1.3, 3.3])]}, "x", "y", "xy")
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    labels = [*axes.yaxis.get_ticklabels(minor=True), *axes.yaxis.get_ticklabels()]
+    low, high = axes.get_ylim()
+    shown = [label for label in labels if label.get_text() and low < label.get_position()[1] < high]
+    assert len(shown) >= 2
+
+
 def test_a_reference_takes_no_style_of_a_curve():
     chance = Curve("chance", [1, 2], [5, 5], style="reference")
     a = Curve("a", [1, 2], [3, 4])

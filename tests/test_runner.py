@@ -443,6 +443,14 @@ def test_a_run_that_is_given_twice_counts_once(run, monkeypatch):
     assert list(label_runs([run, file])) == [run.name, f"{run.name}/{file.name}"]
 
 
+def test_a_pattern_for_runs_may_match_pictures(run, tmp_path):
+    """As seed* does once a command has drawn several runs."""
+    pictures = [tmp_path / "seed1337_seed1338.png", tmp_path / "curves.svg"]
+    assert list(label_runs([*pictures, run]).values()) == [run]
+    with pytest.raises(UserError, match="seed1338.png does not exist"):
+        label_runs(pictures)
+
+
 def test_pictures_of_other_runs_have_other_names(tmp_path):
     assert picture_path([tmp_path / "a"], "loss") == tmp_path / "a/loss.png"
     runs = [tmp_path / "x/softmax", tmp_path / "y/lssa"]

@@ -6,9 +6,11 @@ import pytest
 
 from runtime.files import read_json
 from scripts.common.labels import rope_by_label, title_of
-from scripts.common.tables import best_entries, cell, summarise
+from scripts.common.plots import STYLES
+from scripts.common.tables import best_entries, cell, markdown, summarise
 from scripts.reproduce.pictures import control_losses, together
 from scripts.reproduce.report import how_measured
+from scripts.reproduce.tables import EXPERIMENTS
 from tests.runs import ROOT
 
 
@@ -55,16 +57,58 @@ def test_no_difference_from_a_paper_with_another_tokenizer(same_tokens, expected
     assert cell(table, single, 0) == f"2.00{expected}"
 
 
-def test_the_band_of_a_picture_is_the_standard_deviation():
-    table = {
+def table_of(rows):
+    """A table of one length without a baseline."""
+    return {
+        "title": "A table",
         "scale": "tiny",
         "unit": "nats",
         "multiples": [1],
         "columns": ["1x, 16"],
+        "better": ["lower"],
+        "digits": 2,
         "baseline": "",
-        "rows": {"a": row_of([1.0, 2.0, 6.0], paper=None)},
+        "rows": rows,
+        "caption": [],
     }
-    figure = together(table)
+
+
+def test_no_heading_of_differences_without_a_row():
+    first = row_of([1.0], paper=None)
+    alone = table_of({"a": first}) | {"baseline": "a"}
+    assert "Minus" not in markdown(alone, [])
+    other = row_of([2.0], paper=None, difference=row_of([1.0]))
+    both = table_of({"a": first, "b": other}) | {"baseline": "a"}
+    assert "Minus `a`, with the same seed:" in markdown(both, [])
+
+
+def test_more_entries_than_line_styles_have_a_panel_for_each_config():
+    values = [f"learning_rate={i}" for i in range(STYLES // 2)]
+    names = ["a:yarn"]
+    for config in "ab":
+        names += [config, *(f"{config},{value}" for value in values)]
+    rows = {name: row_of([1.0], paper=None) for name in names}
+    panels = together(table_of(rows)).axes
+    assert [axes.get_title() for axes in panels] == ["a", "b"]
+    curves = [line.get_label() for line in panels[0].lines]
+    assert curves == ["yarn", "a", *values]
+    # a config that is in no other entry needs no panel of its own
+    rows = {f"config{i}": row_of([1.0], paper=None) for i in range(STYLES + 1)}
+    assert len(together(table_of(rows)).axes) == 1
+
+
+def test_entries_of_the_panels_of_an_experiment_are_called_alike():
+    """So that the legend has each once."""
+    table = read_json(ROOT / "results/tiny_muon/norm_and_pairs/table.json")
+    panels = EXPERIMENTS["norm_and_pairs"].draw(table).axes
+    assert len(panels) == 6
+    for axes in panels:
+        labels = {line.get_label() for line in axes.lines}
+        assert {"all", "all:plain_rope", "qk_norm_half"} <= labels
+
+
+def test_the_band_of_a_picture_is_the_standard_deviation():
+    figure = together(table_of({"a": row_of([1.0, 2.0, 6.0], paper=None)}))
     band, in_legend = figure.axes[0].collections
     (path,) = band.get_paths()
     low = 3 - 7**0.5

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -23,6 +24,7 @@ from model import GPT
 from runtime import checkpoint, run_folder
 from runtime.checkpoint import Training
 from runtime.distributed import EXIT_STOPPED
+from runtime.files import read_json
 from tests.helpers import reverse_shards
 from tests.runs import (
     agree,
@@ -599,6 +601,19 @@ def test_a_diverged_run_continues_past_its_step(train, tmp_path, capsys, monkeyp
 
 def changes_of(run):
     return json.loads((run / "environment.json").read_text())["changes"]
+
+
+def test_what_a_resume_refuses_is_a_new_run_by_what_the_refusal_says(train, capsys):
+    """With all settings of the refused command that count in training."""
+    run = train("a run", "--max_iters=2")
+    with pytest.raises(SystemExit):
+        train("a run", "--resume", "--max_iters=3", "--weight_decay=0", "--seed=4")
+    (command,) = re.findall("if they fit: python train.py (.*)", capsys.readouterr().err)
+    new = run.with_name("new")
+    run_train(*shlex.split(command.replace("NEW", str(new))))
+    config = read_json(new / "config.json")
+    assert (config["weight_decay"], config["seed"], config["max_iters"]) == (0, 4, 3)
+    assert config["init_from"] == str(run)
 
 
 def test_a_finished_schedule_is_extended_by_what_the_refusal_says(train, capsys, refused):

@@ -8,13 +8,19 @@ from pathlib import Path
 from config import LEARNED
 from runtime import run_folder
 from runtime.config_files import format_value, shorten
+from scripts.common.command_line import PICTURES
 
 # The longest label of a run, in characters.
 LONGEST_LABEL = 40
 
 
 def label_runs(paths: Sequence[str | Path]) -> dict[str, str | Path]:
-    """Runs by their labels. A run counts once, also under two spellings of its path."""
+    """Runs by their labels. A run counts once, also under two spellings of its path.
+
+    Pictures are left out: earlier commands have put them beside the runs, so that out/tiny/* has
+    them too.
+    """
+    paths = [path for path in paths if Path(path).suffix not in PICTURES] or paths
     runs = list({Path(path).resolve(): path for path in paths}.values())
     return dict(zip(run_names(runs), runs, strict=True))
 

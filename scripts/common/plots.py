@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from runtime.files import atomic_write
 
 MARKERS = "osD^v<>pPX*hd8H"
+STYLES = 20  # of lines that are distinct
 MOST_TICKS = 16
 TITLE_WIDTH = 52  # characters, as many as fit above a panel
 # The controls of scripts.common.validation in a legend.
@@ -158,7 +159,7 @@ def draw_curves(
             axes.set_ylim(bottom=max(1e-9, axes.get_ylim()[0]))
         if "%" in ylabel and sharey:  # else a panel may have differences
             axes.set_ylim(-3, 103)
-        axes.minorticks_off()
+        axes.xaxis.minorticks_off()
         axes.grid(alpha=0.3)
     add_legend(figure)
     return figure
@@ -182,7 +183,7 @@ def draw_by_length(
 
 
 def draw(axes: Axes, curve: Curve, i: int) -> None:
-    """Draw the i-th curve of its style; 20 lines are distinct."""
+    """Draw the i-th curve of its style; STYLES lines are distinct."""
     color = f"C{i % 10}"
     looks: dict[str, dict[str, Any]] = {
         "line": {

@@ -273,6 +273,8 @@ def measure_missing(
     label = f"{run.path}: {evaluation.name}"
     if evaluation.window is not None:
         label += f", window {evaluation.window}"
+    if missing and not sys.stderr.isatty():  # where tqdm shows no bar
+        print(label, file=sys.stderr, flush=True)
     for name in tqdm(missing, label, unit="chunk", disable=None):
         values = evaluation.measure(run, chunks[name])
         store(file, facts, name, values, code, environment)

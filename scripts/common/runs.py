@@ -86,9 +86,8 @@ def load_trained(
     model.scale_rope(scaling, options.rope_factor, options.rope_theta)
     model.scale_scores(options.log_base)
     checkpoint.copy_weights(model, checkpoint.load(weights.path), weights.path)
-    weights.require_unchanged()  # before their file is hashed, and after
+    weights.id_if_unchanged()
     facts = run_facts(trained, weights, options, model)
-    weights.require_unchanged()
     if options.window is not None:
         check_windows(model, device, options.torch_dtype)
     folder = folder_of(weights)

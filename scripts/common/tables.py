@@ -157,7 +157,7 @@ def markdown(table: dict, pictures: Sequence[str]) -> str:
     for name, entry in table["rows"].items():
         bold = [column for column in columns if name in best_entries(table, column)]
         lines.append(markdown_row(table, f"`{name}`", entry, bold))
-    if table["baseline"]:
+    if any("difference" in entry for entry in table["rows"].values()):
         lines += ["", f"Minus `{table['baseline']}`, with the same seed:", "", *head]
         for name, entry in table["rows"].items():
             if "difference" in entry:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from config import ROOT, Config, settings_in
-from errors import UserError
+from errors import UserError, did_you_mean
 from layers.rope import Rope
 from runtime.config_files import load_config, read_file, require_known_setting
 from scripts.common.papers import SSMAX
@@ -216,6 +216,7 @@ class Scale:
     """A scale: its name, and the config file and settings of all its runs."""
 
     name: str
+    title: str  # the name, after the folder of its task: recall/tiny
     arguments: tuple[str, ...]
     out: Path
     planned: dict[tuple[str, int], PlannedRun] = field(default_factory=dict, compare=False)
@@ -272,11 +273,15 @@ def open_scale(name: str, out: str, task: str = "language", settings: Sequence[s
     elif name in scales:
         files = scales[name]
     else:
-        raise UserError(f"--scale {name!r} must be one of {', '.join(scales)}, or a config file")
+        raise UserError(
+            f"--scale {name!r}; {did_you_mean(name, scales)}it must be one of {', '.join(scales)}, "
+            "or a config file"
+        )
     require_settable(settings)
     for file in files:
         refuse_seed(file)
-    scale = Scale(name, (*files, *settings), Path(out) / folder)
+    title = f"{folder}/{name}" if folder else name
+    scale = Scale(name, title, (*files, *settings), Path(out) / folder)
     if not set(task.split("+")) <= set(scale.config.tasks):
         raise UserError(f"--scale {name}: task = {scale.config.task!r}, but this needs {task!r}")
     return scale

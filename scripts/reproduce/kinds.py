@@ -188,6 +188,10 @@ def loss_by_position(
         evaluation=evaluation,
         values=values,
         draw_first_seed=pictures.loss_over_positions,
+        remarks=lambda table: [
+            "The standard error is of the mean over all positions; around one it is several times "
+            "as large."
+        ],
         note=note,
     )
 
@@ -300,17 +304,17 @@ def accuracies_if_learned(measured: dict) -> list[float | None]:
 def recall_remarks(table: dict) -> list[str]:
     """State the level of chance and the error of sampling, and list the accuracies by seed."""
     sentences = [chance_sentence(table), *accuracy_by_seed(table)]
-    measured = next(iter(pictures.first_seeds(table).values()))
+    measured = pictures.first_measurement(table)
     if measured["recall"] != "sort":  # where the answers of a sequence depend on each other
         answers = measured["answers"]
-        error = 100 * math.sqrt(0.25 / answers)
+        error = 50 / math.sqrt(answers)
         sentences.append(f"Of {answers} answers, 50% has a standard error of {error:.1f}.")
     return sentences
 
 
 def chance_sentence(table: dict) -> str:
     """State how often a model is right that matches no key."""
-    measured = next(iter(pictures.first_seeds(table).values()))
+    measured = pictures.first_measurement(table)
     meaning = chance_label(measured["recall"])
     levels = [f"{level:.1f}" for level in chances(measured, pictures.lengths_of(table))]
     if len(set(levels)) == 1:

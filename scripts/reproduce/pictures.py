@@ -1,6 +1,7 @@
 """Pictures of a table: functions of the table that return a figure, or several by file name."""
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
@@ -8,7 +9,7 @@ from matplotlib.figure import Figure
 
 from scripts import eval_length
 from scripts.attention_maps import AttentionMaps
-from scripts.common.plots import Curve, draw_curves, heat_map
+from scripts.common.plots import STYLES, Curve, draw_curves, heat_map
 from scripts.common.tables import ranged
 from scripts.physics import plot_forces
 from scripts.recall import chance_label, chances
@@ -91,7 +92,7 @@ def control_losses(table: dict, runs: Sequence[dict]) -> list[float]:
 
 def level_of_chance(table: dict) -> list[Curve]:
     """Return the accuracy of a model that matches no key; nothing if the table is not of recall."""
-    measured = next(iter(first_seeds(table).values()))
+    measured = first_measurement(table)
     if "recall" not in measured:
         return []
     label = f"chance: {chance_label(measured['recall'])}"
@@ -99,11 +100,16 @@ def level_of_chance(table: dict) -> list[Curve]:
     return [Curve(label, table["multiples"], levels, style="reference")]
 
 
-def together(table: dict) -> Figure:
+def together(table: dict, xlabel: str = LENGTH) -> Figure:
     """Draw a panel of all entries, one of the paper's values, and one of the differences.
 
-    The level of chance is a dashed line. Committed rows are behind the entries.
+    The level of chance is a dashed line. Committed rows are behind the entries. More entries than
+    line styles are drawn in a panel for each config, if a config has several entries.
     """
+    names = table["rows"]
+    configs = {config_of(name) for name in names}
+    if len(names) > STYLES and 2 * len(configs) <= len(names):
+        return by_config(table)
     x = table["multiples"]
     own = committed_curves(table)
     paper = []
@@ -123,7 +129,24 @@ def together(table: dict) -> Figure:
     if differences:
         panels[f"minus {table['baseline']}, with the same seed"] = differences
         sharey = False
-    return draw_curves(panels, LENGTH, table["unit"], "x", sharey=sharey)
+    return draw_curves(panels, xlabel, table["unit"], "x", sharey=sharey)
+
+
+def config_of(name: str) -> str:
+    """Return the config of an entry of scripts.compare, whose settings and view follow it."""
+    return re.split("[,:]", name)[0]
+
+
+def by_config(table: dict) -> Figure:
+    """Draw a panel for each config, and its entries by their settings and views."""
+    curves_in: dict[str, list[Curve]] = {}
+    for name, row in table["rows"].items():
+        config = config_of(name)
+        label = name.removeprefix(config)[1:] or config
+        curves_in.setdefault(config, []).extend(curves_of(table, label, row))
+    behind = committed_curves(table) + level_of_chance(table)
+    panels = {config: curves + behind for config, curves in curves_in.items()}
+    return draw_curves(panels, LENGTH, table["unit"], "x")
 
 
 def in_panels(panels: Panels) -> Callable[[dict], Figure]:
@@ -220,6 +243,11 @@ def first_seeds(table: dict) -> dict[str, dict]:
     return {name: row["runs"][0]["evaluation"] for name, row in table["rows"].items()}
 
 
+def first_measurement(table: dict) -> dict:
+    """Return the evaluation of the first seed of the first entry."""
+    return next(iter(first_seeds(table).values()))
+
+
 def lines(x: str, y: str, log: str = "", equal_weights: bool = False) -> Draw:
     """Draw the curves of the entries, a panel for each name of a curve.
 
@@ -260,7 +288,8 @@ def maps(table: dict) -> Pictures:
 
 def loss_over_positions(table: dict) -> Figure:
     """SSMax Fig. 5: draw the loss over positions."""
-    return eval_length.plot(first_seeds(table), table["scale"], by_position=True)
+    title = f"scale {table['scale']}"
+    return eval_length.plot(first_seeds(table), title, by_position=True)
 
 
 def forces(table: dict) -> Figure:

@@ -216,7 +216,7 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
         if code:
             failures.append(
                 f"{run.folder} stopped with exit code {code} at step {run.step}; if it diverged, "
-                "all entries need a lower learning_rate"
+                "it needs a lower learning_rate, as all entries with the same rate do"
             )
         left.remove(run)
 

@@ -26,15 +26,19 @@ def main() -> None:
 
 
 def rebuild(folder: Path) -> None:
-    """Write the files of a table anew. Raises UserError for a folder without table.json."""
+    """Write the files of a table anew. Raises UserError without the JSON of a table."""
     file = folder / "table.json"
     if not file.is_file():
         raise UserError(f"{folder} has no table.json")
     table = read_json(file)
-    for row in table["rows"].values():
-        row |= summarise(row["runs"])
-    if table["baseline"]:
-        add_differences(table["rows"], table["baseline"])
+    try:
+        for row in table["rows"].values():
+            row |= summarise(row["runs"])
+        if table["baseline"]:
+            add_differences(table["rows"], table["baseline"])
+    except (LookupError, TypeError, AttributeError) as error:
+        message = f"{file} was not made by compare or reproduce: {error!r}"
+        raise UserError(message) from error
     name = table["name"]
     if name in EXPERIMENTS:
         save_table_pictures(folder, name, EXPERIMENTS[name].draw(table))

@@ -83,7 +83,7 @@ def run_experiment(
     check_writable(folder)
     check_writable(scale.out)
     entries = "1 entry" if len(chosen) == 1 else f"{len(chosen)} entries"
-    print(f"{experiment.title}, scale {scale.name}, {entries}")
+    print(f"{experiment.title}, scale {scale.title}, {entries}")
     to_train = "computed without runs"
     if runs:
         to_train = cost(runs)
@@ -149,7 +149,7 @@ def build_table(work: Work, failures: list[str]) -> dict:
     table: dict[str, Any] = {
         "name": work.name,
         "title": experiment.title,
-        "scale": work.scale.name,
+        "scale": work.scale.title,
         "device": config.device,
         "paper_scale": paper_scale,
         "unit": experiment.unit,

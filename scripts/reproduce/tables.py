@@ -7,6 +7,7 @@ import math
 import statistics
 from bisect import bisect_left
 from dataclasses import replace
+from functools import partial
 
 from config import Config
 from scripts.attention_maps import AttentionMaps, mean_over_heads
@@ -123,7 +124,7 @@ def normed_and_partial(config: str) -> dict[str, Entry]:
         run = f"{config}_{name}"
         entry = config_with(config, run, qk_norm=qk_norm, rope_share=rope_share)
         entries += [entry, replace(entry, view="plain_rope")]
-    return by_name(*entries)
+    return {entry.name.removeprefix(f"{config}_"): entry for entry in entries}
 
 
 NORM_AND_PAIRS = {
@@ -147,7 +148,7 @@ def by_documents(config: str, *views: str) -> dict[str, Entry]:
         run = f"{config}_{name}"
         entry = config_with(config, run, document_mask=mask, align_documents=align)
         entries += [replace(entry, view=view) for view in ("", *views)]
-    return by_name(*entries)
+    return {entry.name.removeprefix(f"{config}_"): entry for entry in entries}
 
 
 DOCUMENTS = {
@@ -393,8 +394,8 @@ EXPERIMENTS = {
         draw=in_panels(DOCUMENTS),
         note=(
             "`apart`: trained with document_mask, `joined`: without; `aligned`: with "
-            "align_documents. Each run is measured across documents and, in the last columns, "
-            "within documents."
+            "align_documents. Each run is measured across documents, which is drawn, and, in the "
+            "last columns, within documents."
         ),
     ),
     "league": loss_and_gain(
@@ -477,7 +478,7 @@ EXPERIMENTS = {
         digits=3,
         evaluation=lambda config: Copying(),
         values=copying_columns,
-        draw=pictures.together,
+        draw=partial(pictures.together, xlabel="lag, in multiples of the training length"),
         remarks=shares_kept_by_seed,
         note="–: hurt, or undecided (docs/evaluations.md, Copies).",
     ),
