@@ -88,7 +88,5 @@ def generate(
             break
         logits = next_logits(model, new, cache)
     added = torch.cat(columns, dim=1)
-    texts = []
-    for prompt, new_tokens in zip(prompts, added, strict=True):
-        texts.append(torch.cat((prompt, new_tokens)))
+    texts = [torch.cat(parts) for parts in zip(prompts, added, strict=True)]
     return torch.stack(texts) if isinstance(prompts, Tensor) else texts

@@ -62,7 +62,7 @@ def check_declaration(name: str, variant: Variant) -> None:
         names = getattr(variant, field)
         if not isinstance(names, tuple):
             raise UserError(f'{name}: {field} = {names!r} must be a tuple, such as ("s",)')
-        for input_name in getattr(variant, field):
+        for input_name in names:
             check_choice(f"{name}: {field}", input_name, choices)
 
 

@@ -97,7 +97,9 @@ def attend(
         v = v[:, :, :length]
         if positions is not None:
             document_positions = positions.expand(len(q), -1)
-    scale = 1.0 if scaling is None else scaling * q.shape[-1] ** 0.5
+    scale = 1.0
+    if scaling is not None and not attention.variant.l2_normalise:
+        scale = scaling * q.shape[-1] ** 0.5
     context = Context(score_scale=scale, document_positions=document_positions)
     return attention(q, k, v, context).transpose(1, 2), None
 

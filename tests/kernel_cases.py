@@ -48,6 +48,7 @@ SETTINGS = {
     "ablations/phi_softplus.py --p=1.5 --forget=True --n_kv_head=1": (17, 18),
     "ablations/phi_gelu.py --forget=True": (17, 18),
     "softpick.py --forget=True --softcap=3 --window=9": (18, 20),
+    "relu_li.py --softcap=10000": (19, 19),
     "lssar_p15.py --document_mask": (70, 70),
     "lssa.py --document_mask --n_kv_head=1": (5, 50),
     "sigmoid_logn.py --document_mask --window=24": (35, 45),

@@ -165,6 +165,20 @@ def test_rows_far_below_zero_keep_their_shares(case):
     assert gradcheck(attn.weights, one_head)
 
 
+@pytest.mark.parametrize("case", ["lssa.py", "lssar_p3.py", "ablations/lssa_threshold.py"])
+def test_a_factor_on_bounded_scores_leaves_no_row_without_weights(case):
+    """YaRN's, or log_base's: the bound of the cosine, log d log n, holds without a factor."""
+    attn = build(case)
+    q, k, _ = draw(40, 40)
+    q[..., 0] = 9
+    k[..., 0] = -9  # about -80 on the score of 40 keys
+    for factor in (12.0, torch.full((1, 1, 40, 1), 12.0)):
+        context = Context(score_scale=factor)
+        expected = textbook.weights(attn, q, k, context)
+        actual = attn.weights(q.float(), k.float(), context)
+        assert_near(actual.double(), expected, rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("size", [0.1, 5, 300])
 @pytest.mark.parametrize("case", ["ablations/phi_softplus.py", "sparsemax.py", "entmax15.py"])
 def test_small_and_large_scores(case, size):

@@ -56,6 +56,15 @@ class CausalSelfAttention(torch.nn.Module):
     torch.testing.assert_close(attention(q, k, v), reference(q, k, v))
 
 
+@pytest.mark.parametrize("name", ["softmax", "lssa", "lssar"])
+def test_a_layer_that_scales_its_queries_itself(name):
+    """As OPT's, which passes scaling = 1."""
+    attention = ReferenceAttention(VARIANTS[name], 2, 8, 32, p=3.0 if name == "lssar" else None)
+    q, k, v = torch.randn(3, 2, 2, 40, 8, generator=torch.Generator().manual_seed(0))
+    y, _ = attend(SimpleNamespace(variant=attention), q / 8**0.5, k, v, None, scaling=1.0)
+    torch.testing.assert_close(y.transpose(1, 2), attention(q, k, v))
+
+
 @pytest.fixture(params=["Llama", "Qwen3", "Gemma2"])
 def build(request):
     transformers = pytest.importorskip("transformers")

@@ -660,6 +660,18 @@ def test_factors_on_the_scores(case):
         torch.testing.assert_close(*outputs, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("case", ["lssa.py", "lssar_p3.py"])
+def test_a_factor_on_bounded_scores_leaves_no_row_without_weights(case):
+    q, k, v, _ = draw_off_kinks(5, 21, 16, FLOAT32)
+    q[..., 0] = 9
+    k[..., 0] = -9
+    outputs = []
+    for layer, dtype in ((kernels(case, 16), FLOAT32), (in_float64(case, 16), torch.float64)):
+        inputs = [x.to(DEVICE, dtype) for x in (q, k, v)]
+        outputs.append(layer(*inputs, Context(12.0)).double().cpu())
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-4)
+
+
 # ---- without a GPU: block shapes and machine code ----
 
 

@@ -282,7 +282,7 @@ def decode(q: Tensor, out: Tensor, arguments: Arguments) -> None:
     processors = 2
     if q.is_cuda:
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    wanted = max(1, min(triton.cdiv(4 * processors, B * H), triton.cdiv(Lk, 2 * block_n), 256))
+    wanted = min(triton.cdiv(4 * processors, B * H), triton.cdiv(Lk, 2 * block_n), 256)
     chunk_size = triton.cdiv(triton.cdiv(Lk, wanted), block_n) * block_n
     chunks = triton.cdiv(Lk, chunk_size)
     common = dict(

@@ -244,7 +244,11 @@ def soft_capped(y, C):
     e = tl.exp2(tl.abs(y) * (-2 * LOG2_E / C.CAP))
     r = reciprocal(1 + e)
     capped = C.CAP * (1 - e) * r
-    return tl.where(y < 0, -capped, capped), 4 * e * r * r
+    capped = tl.where(y < 0, -capped, capped)
+    # 1 - e would lose the digits of a small y: there by Taylor's series, to 6e-8
+    square = (y / C.CAP) * (y / C.CAP)
+    near = y * (1 - square * (1 / 3 - 2 / 15 * square))
+    return tl.where(square < 0.01, near, capped), 4 * e * r * r
 
 
 @triton.jit
