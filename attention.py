@@ -575,10 +575,11 @@ def attention_weights(
 
 def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:
     """Return phi.shift if phi may over- or underflow without it, and l1 cancels it."""
+    if variant.norm is not None:
+        return None
     has_distance_bias = rows.slopes is not None or rows.cumulative_log_forget is not None
-    is_scaled = isinstance(rows.score_scale, Tensor) or rows.score_scale > 1
-    is_bounded = variant.bounded and not has_distance_bias and not is_scaled
-    if variant.norm is not None or is_bounded:
+    has_factor = isinstance(rows.score_scale, Tensor) or rows.score_scale > 1
+    if variant.bounded and not has_distance_bias and not has_factor:
         return None
     return variant.phi.shift
 
