@@ -86,7 +86,7 @@ def load_trained(
     model.scale_rope(scaling, options.rope_factor, options.rope_theta)
     model.scale_scores(options.log_base)
     checkpoint.copy_weights(model, checkpoint.load(weights.path), weights.path)
-    weights.id_if_unchanged()
+    weights.id_if_unchanged()  # so that the id in the facts is of the weights that were read
     facts = run_facts(trained, weights, options, model)
     if options.window is not None:
         check_windows(model, device, options.torch_dtype)
