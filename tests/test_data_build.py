@@ -101,7 +101,7 @@ def test_a_finished_set_is_left_alone(corpus, tmp_path, call, capsys, refused):
     again = (call, fineweb, "--parquet", folder, "--out_dir", out)
     refused(*again, "--shard_size=999", says="shard_size 1000, not 999")
     with lock_folder(out, ""):
-        refused(*again, says="another process is making this set")
+        refused(*again, "--shard_size=1000", says="another process is making this set")
     write_parquet(folder / "002_00000.parquet", ["more"])
     refused(*again, "--shard_size=1000", says="made from other documents")
     meta = read_json(out / "meta.json")
