@@ -17,6 +17,13 @@ from tests.faults import arguments, run_command
 from tests.runs import metrics
 
 
+@pytest.fixture(autouse=True)
+def no_wandb_variables(monkeypatch):
+    """Whoever runs the tests may have exported some."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+
+
 def test_wandb_offline_says_how_to_sync(shards, tmp_path):
     # in a process of its own: wandb leaves its service behind in the process that uses it
     folder = tmp_path / "run"
@@ -61,8 +68,6 @@ def test_wandb_offline_says_how_to_sync(shards, tmp_path):
 def test_wandbs_environment_counts_where_no_setting_does(
     monkeypatch, settings, environment, expected
 ):
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     result = wandb_settings(Config(out_dir="out/run", **settings))
@@ -74,8 +79,6 @@ def test_wandbs_environment_counts_where_no_setting_does(
 
 
 def test_training_needs_no_wandb(monkeypatch, tmp_path, capsys):
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
     for module in ("wandb", "pydantic"):
         monkeypatch.setitem(sys.modules, module, None)  # an import of it raises ImportError
     assert wandb_settings(Config()) is None
@@ -201,8 +204,6 @@ def test_a_run_goes_on_where_wandbs_process_has_died(tmp_path, monkeypatch, caps
 
 
 def test_wandb_without_a_login_is_off(tmp_path, monkeypatch, capsys):
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
     monkeypatch.setattr("wandb.login", lambda **options: False)
     assert start_wandb(tmp_path, Config(), resumed=False) is None
     assert "wandb is off: `wandb login` or" in capsys.readouterr().out
@@ -222,7 +223,6 @@ def test_wandb_that_does_not_answer_logs_offline(tmp_path, monkeypatch, capsys):
 
 
 def test_an_api_key_of_another_form_turns_wandb_off(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "abc")
     assert start_wandb(tmp_path, Config(), resumed=False) is None
     assert re.search("wandb is off: .*API key", capsys.readouterr().out)
