@@ -2,6 +2,7 @@
 # Lint, formatting, types and every test. usage: bash scripts/test.sh [PYTEST_ARGUMENT ...]
 set -euo pipefail
 source "$(dirname "$0")/common/setup.sh"
+unset PYTHONDONTWRITEBYTECODE # the tests start many processes, which share what one has compiled
 setup requirements-dev.txt
 
 ruff check .

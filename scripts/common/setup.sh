@@ -19,7 +19,11 @@ setup() {
     if ! cmp -s <(cat requirements*.txt) "$done"; then
         echo "installing $1 into .venv ..."
         [ -x .venv/bin/python ] || "$python" -m venv .venv || exit 1
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$1" || exit 1
+        # most modules are never imported: bytecode waits for those that are, if Python may write it
+        local bytecode=--no-compile
+        [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || bytecode=--compile
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check $bytecode -r "$1" ||
+            exit 1
         cat requirements*.txt >"$done"
     fi
     PATH="$PWD/.venv/bin:$PATH"
