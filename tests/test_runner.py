@@ -343,6 +343,19 @@ def test_an_evaluation_notices_other_shards_and_its_own_edits(shards, likeliest,
     assert "with other code; --again repeats it" in capsys.readouterr().out
 
 
+def test_all_versions_of_python_hash_code_alike(tmp_path):
+    """The hash is the one of Python 3.11, 3.12 and 3.13, which parse and print f-strings unlike."""
+    file = tmp_path / "code.py"
+    code = """
+    def mean(self, *parts: dict[str, float], **more) -> "float":
+        total = sum(part["loss"] for part in parts) or -0.5e-3
+        print(f"{self['name']}: {total / len(parts):.{2}f} {'nats'!r}{total = }", "\\n")
+        return total if parts else None
+    """
+    file.write_text(textwrap.dedent(code))
+    assert runner.hash_code(file) == "c1b80ab23c753590"
+
+
 def test_the_hash_of_an_evaluation_covers_the_files_of_all_its_classes(likeliest, tmp_path):
     file = tmp_path / "my_file.py"
     assert runner.code_hash(likeliest.LikeliestToken()) == runner.hash_code(file)

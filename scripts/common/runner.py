@@ -211,13 +211,23 @@ def code_hash(evaluation: Evaluation) -> str:
 
 @functools.cache  # a process runs the code as it was at its start
 def hash_code(file: Path) -> str:
-    tree = WithoutDocstrings().visit(ast.parse(file.read_bytes()))
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+    structure = syntax(ast.parse(file.read_bytes()))
+    return hashlib.sha256(repr(structure).encode()).hexdigest()[:16]
 
 
-class WithoutDocstrings(ast.NodeTransformer):
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        return None if isinstance(node.value, ast.Constant) else node
+def syntax(node: object) -> object:
+    """Return a syntax tree without docstrings, in a form that all versions of Python give alike."""
+    if isinstance(node, list):
+        return [syntax(item) for item in node if not is_docstring(item)]
+    if isinstance(node, ast.AST):
+        # versions differ in which of the fields that are empty exist
+        fields = [item for item in ast.iter_fields(node) if item[1] not in (None, [])]
+        return type(node).__name__, [(name, syntax(value)) for name, value in fields]
+    return node
+
+
+def is_docstring(node: object) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 @functools.cache  # as hash_code
