@@ -234,6 +234,7 @@ PATCH = (
     "--no-ext-diff",
     "--no-textconv",
     "--no-color",
+    "--no-relative",
     "--src-prefix=a/",
     "--dst-prefix=b/",
 )
@@ -260,8 +261,12 @@ def environment(device: torch.device) -> dict[str, Any]:
 def uncommitted() -> bytes:
     """A patch from the commit to the code of this process: changes, and untracked .py files."""
     patch = git("diff", *PATCH, "HEAD", "--", ".") or b""
+    # of files that are compared without the index, git gives paths from this folder: it may be one
+    # folder of a larger repository
+    folder = os.fsdecode(git("rev-parse", "--show-prefix") or b"").removesuffix("\n")
+    prefixes = (f"--src-prefix=a/{folder}", f"--dst-prefix=b/{folder}")
     for path in untracked():
-        patch += git("diff", *PATCH, "--no-index", "/dev/null", path) or b""
+        patch += git("diff", *PATCH, *prefixes, "--no-index", "/dev/null", path) or b""
     return patch
 
 

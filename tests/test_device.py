@@ -231,7 +231,8 @@ def repository(tmp_path, monkeypatch):
     root.mkdir()
     (root / "model.py").write_text("one\ntwo\n")
     git(root, "init")
-    for setting in ("diff.external=/bin/echo", "color.ui=always", "diff.noprefix=true"):
+    settings = ("diff.external=/bin/echo", "color.ui=always", "diff.noprefix=true")
+    for setting in (*settings, "diff.relative=true"):
         git(root, "config", *setting.split("="))
     git(root, "add", "model.py")
     git(root, *AUTHOR, "commit", "-m", "first")
@@ -249,7 +250,7 @@ def test_a_repository_of_another_user(repository, monkeypatch):
     assert device.environment(torch.device("cpu"))["modified"] is None
 
 
-def test_a_copy_inside_another_repository_has_no_commit(repository, monkeypatch):
+def test_a_copy_inside_another_repository_has_no_commit(repository, monkeypatch, tmp_path):
     """Nor are changes of the other repository, such as a secret, part of the copy's patch."""
     (repository / "model.py").write_text("secret\n")
     copy = repository / "copy"
@@ -268,8 +269,16 @@ def test_a_copy_inside_another_repository_has_no_commit(repository, monkeypatch)
     assert not device.environment(torch.device("cpu"))["modified"]
     (copy / "train.py").write_text("three\n")
     assert device.environment(torch.device("cpu"))["modified"]
-    assert b"three" in device.uncommitted()
-    assert b"secret" not in device.uncommitted()
+    (repository / ".gitignore").unlink()
+    (copy / "mine.py").write_text("four\n")
+    patch = tmp_path / "uncommitted.patch"
+    patch.write_bytes(device.uncommitted())
+    (copy / "mine.py").unlink()
+    git(repository, "checkout", ".")
+    git(copy, "apply", patch)
+    assert (copy / "train.py").read_text() == "three\n"
+    assert (copy / "mine.py").read_text() == "four\n"
+    assert "secret" not in (repository / "model.py").read_text()
 
 
 def started(run, resumed_at):
