@@ -555,7 +555,8 @@ def attention_weights(
         to_key = rows.cumulative_log_forget[:, :, None]  # [B, H, 1, Lk]
         to_query = rows.cumulative_log_forget[:, :, -z.shape[2] :, None]  # [B, H, Lq, 1]
         z = z + (to_query - to_key)
-    z = mask_scores(z, rows, variant)
+    masked_score = variant.phi.zero if variant.row_weights is None else -math.inf
+    z = torch.where(rows.visible_mask(), z, masked_score)  # no gradient passes masked scores
     if variant.row_weights is not None:
         return variant.row_weights(z, rows)
     if rows.sink is not None:  # becomes the last column
@@ -582,14 +583,6 @@ def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:
     if variant.bounded and not has_distance_bias and not has_factor:
         return None
     return variant.phi.shift
-
-
-def mask_scores(z: Tensor, rows: Rows, variant: Variant) -> Tensor:
-    """Replace the scores of masked keys in z [.., Lq, Lk]; no gradient passes through them."""
-    value = variant.phi.zero
-    if variant.row_weights is not None:
-        value = -math.inf
-    return torch.where(rows.visible_mask(), z, value)
 
 
 def row_max(x: Tensor) -> Tensor:

@@ -387,7 +387,7 @@ HINTS = typing.get_type_hints(Config, include_extras=True)
 def types_of(hint: Any) -> tuple[type, ...]:
     """The types of values: (float, NoneType) for `float | None`, (str,) for Literal["a", "b"]."""
     if typing.get_origin(hint) is Literal:
-        return tuple({type(value): None for value in typing.get_args(hint)})
+        return tuple(dict.fromkeys(map(type, typing.get_args(hint))))
     return typing.get_args(hint) or (hint,)
 
 
@@ -492,7 +492,7 @@ def check_model(config: Config) -> None:
     if config.head_size is None and config.n_embd % config.n_head:
         raise UserError(f"n_embd = {config.n_embd} is not divisible by n_head = {config.n_head}")
     if config.d_head % 2 and config.positions == "rope":
-        raise UserError(f"heads of width {config.d_head} must be even: RoPE rotates pairs")
+        raise UserError(f"the width of a head, {config.d_head}, must be even: RoPE rotates pairs")
     pairs = config.d_head / 2
     rotated_pairs = config.rope_share * pairs
     is_whole = math.isclose(rotated_pairs, round(rotated_pairs))
@@ -502,7 +502,9 @@ def check_model(config: Config) -> None:
             f"{rotated_pairs:g} pairs; it must be a whole number from 1 to {pairs:g}"
         )
     if config.n_head % config.kv_heads:
-        raise UserError(f"n_head = {config.n_head} is no multiple of n_kv_head = {config.kv_heads}")
+        raise UserError(
+            f"n_head = {config.n_head} is not a multiple of n_kv_head = {config.kv_heads}"
+        )
     if config.nope_every and not 2 <= config.nope_every <= config.n_layer:
         raise UserError(
             f"nope_every = {config.nope_every} must be 0 or from 2 to n_layer = {config.n_layer}"
@@ -518,7 +520,7 @@ def check_model(config: Config) -> None:
         raise UserError("local_window needs heads without positions: set nope_share or nope_every")
     pattern = config.window_pattern
     if not set(pattern) <= {"S", "L"}:
-        raise UserError(f"window_pattern = {pattern!r} must be of S and L alone, such as SSSL")
+        raise UserError(f"window_pattern = {pattern!r} may contain only S and L, such as SSSL")
     if pattern and not any(map(config.layer_window, range(config.n_layer))):
         raise UserError(
             f"window_pattern = {pattern!r} gives none of n_layer = {config.n_layer} layers a "

@@ -65,8 +65,9 @@ def first_line(error: Exception) -> str:
 def reported() -> Iterator[None]:
     """Print a UserError of the block as one sentence and exit with code 2.
 
-    Running out of disk under the output is reported in the same way, and running out of memory with
-    exit code 1. Ctrl-C exits with 130, and a closed output pipe, as in `| head`, exits with 1.
+    A full disk, and a path that is too long or may not be opened, are reported in the same way, and
+    running out of memory with exit code 1. Ctrl-C exits with 130, and a closed output pipe, as in
+    `| head`, exits with 1.
     """
     try:
         yield

@@ -180,7 +180,7 @@ class MLP(nn.Module):
         hidden = config.mlp_hidden or 4 * config.n_embd
         self.swiglu = config.mlp == "swiglu"
         self.approximate = "none" if config.mlp == "gelu_erf" else "tanh"
-        width = 2 * hidden if self.swiglu else hidden  # of the gate, too
+        width = 2 * hidden if self.swiglu else hidden  # SwiGLU: the gate and the value
         self.c_fc = nn.Linear(config.n_embd, width, bias=config.bias)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
 
@@ -483,7 +483,7 @@ class GPT(nn.Module):
 def compile_model(model: GPT, varied_lengths: bool) -> None:
     """Compile the model's blocks and loss, in place.
 
-    The blocks share their code, so that the time this takes does not grow with n_layer. The rest of
+    The blocks share their code, so the time this takes does not grow with n_layer. The rest of
     the model, embeddings and the last norm, would gain little. `varied_lengths` says that batches
     have more than one length.
     """

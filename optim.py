@@ -49,7 +49,7 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
 
 
 class InFloat32(TorchFunctionMode):
-    """Makes torch's Muon orthogonalise in float32, where it would in bfloat16."""
+    """Makes torch's Muon orthogonalise in float32 instead of bfloat16."""
 
     def __torch_function__(
         self,
@@ -59,7 +59,7 @@ class InFloat32(TorchFunctionMode):
         kwargs: dict | None = None,
     ) -> Any:
         if function is Tensor.bfloat16:
-            return args[0].to(torch.float32, copy=True)  # which Muon changes in place
+            return args[0].to(torch.float32, copy=True)  # a copy: Muon changes it in place
         return function(*args, **(kwargs or {}))
 
 
@@ -83,7 +83,7 @@ class ShardedMuon(torch.optim.Muon):
                 owners[p] = i % dist.get_world_size()
                 if owners[p] != dist.get_rank():
                     self.update_momentum(p, group["momentum"])
-                    p.grad = None  # torch's step passes over it
+                    p.grad = None  # so that torch's step skips it
         self.update()
         sent = []
         for p, owner in owners.items():
@@ -107,7 +107,7 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def build_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
-    """Build the scaler of the loss, which does nothing but in float16.
+    """Build the loss scaler, which does nothing except in float16.
 
     Small gradients underflow in float16: the loss is scaled up, the gradients are scaled down.
     """

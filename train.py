@@ -73,7 +73,7 @@ from runtime.pretrained import check_initial, load_initial
 # at this scale too, the run has diverged (min_loss_scale of fairseq).
 SMALLEST_SCALE = 1e-4
 
-# Settings that change how often ranks communicate, beside the settings that decide what is learned.
+# Settings that change how often ranks communicate, besides LEARNED.
 SETTINGS_OF_COLLECTIVES = ("eval_interval", "checkpoint_interval", "dry_run")
 
 LossFn = Callable[[Tensor, Tensor], Tensor]  # from inputs and targets to nats
@@ -90,7 +90,7 @@ def main(config: Config) -> None:
         keep_freed_memory()
     batch_size = fitting_batch_size(config, world_size(), device)
     lock: AbstractContextManager = nullcontext()
-    if config.dry_run:  # takes no lock: it writes nothing, so a training may go on beside it
+    if config.dry_run:  # takes no lock: it writes nothing, so the run may be training meanwhile
         check_writable(run)
     elif rank() == 0:
         lock = lock_folder(run, "training this run")
@@ -329,8 +329,9 @@ def train_step(
 
     Returns the loss, averaged over ranks, and the gradient norm before clipping (grad_clip = 0: no
     clipping), on the device. Both are the same on all ranks. If the loss or the norm is not finite,
-    in float16 the update is skipped and the loss scale falls; in other dtypes the update is
-    applied, and Monitor ends the run before these weights are saved.
+    in float16 the update is skipped, and the loss scale falls if gradients overflowed; in other
+    dtypes the update is applied. `may_continue` tells Monitor whether to end the run, which it does
+    before these weights are saved.
     """
     scaler = training.scaler
     loss = torch.zeros((), device=training.device)
@@ -361,7 +362,10 @@ def train_step(
 
 
 def may_continue(loss: float, grad_norm: float, scaler: torch.amp.GradScaler) -> bool:
-    """Tell whether loss and gradients are finite, or float16's loss scale can still fall."""
+    """Tell whether a run may go on: the loss must be finite, and so must the gradient norm.
+
+    In float16 the norm may be infinite or nan as long as the loss scale can still fall.
+    """
     if not math.isfinite(loss):
         return False
     if math.isfinite(grad_norm):  # checked first: get_scale makes the host wait for the device
@@ -377,7 +381,7 @@ class LaunchedStep(NamedTuple):
 
     step: int
     lr: float
-    tokens: int  # that all ranks together process
+    tokens: int  # processed by all ranks together
     loss_and_norm: Tensor  # on the host, once the device has reached `ended`
     began: Event
     ended: Event

@@ -43,7 +43,7 @@ def name_of(variant: Variant) -> str:
 
 
 def check_declaration(name: str, variant: Variant) -> None:
-    """Raise UserError for an entry that is no Variant of a Phi, or that names unknown inputs."""
+    """Raise UserError for an entry that is not a Variant of a Phi, or that names unknown inputs."""
     if not isinstance(variant, Variant):
         raise UserError(
             f"{name} is a {type(variant).__name__}, but must be a Variant: Variant(phi)"
@@ -93,7 +93,7 @@ def check_phi(name: str, phi: Phi) -> None:
 
 
 def weights_of(name: str, phi: Phi, scores: Tensor) -> Tensor:
-    """Return phi of scores. Raises UserError if it fails, or returns no weight for each score."""
+    """Return phi of scores. Raises UserError if it fails or does not give a weight for each."""
     advice = "it must return a tensor, with a weight for each score: torch.exp(z), not math.exp(z)"
     try:
         weights = phi.function(scores)
@@ -144,7 +144,7 @@ def check_formulas(name: str, variant: Variant, n_head: int) -> None:
 
 
 def check_weights(name: str, weights: Any, shape: tuple[int, ...]) -> None:
-    """Raise UserError if these are no weights for each row and key."""
+    """Raise UserError if `weights` is not a tensor of this shape."""
     result = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
     if result != list(shape):
         raise UserError(

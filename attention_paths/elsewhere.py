@@ -17,10 +17,10 @@ def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> An
     """Let every causal self-attention of a transformers model use a variant; returns the model.
 
     Each layer gets a module `variant` with the variant's learned scalars, such as SSMax's s, so
-    attach it before the optimizer is made. `settings` are those of Attention, such as
-    trained_length (by default config.max_position_embeddings), without a window or soft cap: they
-    are the model's. Raises UserError for a variant that needs more than queries, keys and values,
-    and for a model whose attention is not causal.
+    attach it before the optimizer is made. `settings` are arguments of Attention, such as
+    trained_length (by default config.max_position_embeddings); window and softcap are refused,
+    because the model sets them. Raises UserError for a variant that needs more than queries, keys
+    and values, and for a model whose attention is not causal.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -109,8 +109,8 @@ def read_mask(
 ) -> tuple[int, Tensor | None]:
     """Return `count_keys` and `read_positions` of a mask [B or 1, 1, Lq, Lk].
 
-    On a GPU the host waits for both, so that a mask of `whole_mask`, which layers share, is read in
-    the first of them alone.
+    On a GPU the host waits for both, so a mask of `whole_mask`, which all layers share, is read
+    once, in the first layer.
     """
     readings = getattr(mask, "readings", {})
     if window not in readings:

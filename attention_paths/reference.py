@@ -176,8 +176,8 @@ class ReferenceAttention(nn.Module):
     def normalise_q_and_k(self, q: Tensor, k: Tensor) -> tuple[Tensor, Keys]:
         """Return q and k, at unit length if the variant normalises them.
 
-        For a single query only its scores are divided by |k|: that is less work than normalising a
-        whole cache of keys.
+        For a single query, its scores are divided by |k| instead, which is less work than
+        normalising a whole cache of keys.
         """
         if not self.variant.l2_normalise:
             return q, Keys(k)

@@ -1,4 +1,4 @@
-"""Attention layers of which some heads have no positions, such as hybrids."""
+"""Attention layers in which some heads have no positions, such as hybrids."""
 
 from dataclasses import replace
 

@@ -86,7 +86,7 @@ class Rope:
 class Rotation:
     """The rotations of consecutive positions, and their factor on every score."""
 
-    cos: Tensor  # [L, d/2], or [B, L, d/2] where documents are of different lengths
+    cos: Tensor  # [L, d/2], or [B, L, d/2] where RoPE is scaled for each document
     sin: Tensor
     score_scale: float | Tensor  # a tensor has a factor for each query, [B, 1, L, 1]
 

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -39,19 +38,19 @@ def check_kernels(
     config: Config,
     dtype: torch.dtype,
     say: Callable[[str], None] | None = None,
-    within_documents: bool | None = None,
+    within_documents: bool = False,
 ) -> dict[str, Any]:
     """Check the kernels of a model's attention; return what environment.json records about them.
 
     If the path is 'triton' or 'varlen', the kernels are compared with the float32 reference in one
-    module of each kind: forward, backward and for a single query. If they differ or raise on any
+    module of each kind: forward, backward and for a single query. If they differ or fail on any
     rank, the model falls back to 'blocked' or, with attention_impl = 'triton', UserError is raised.
+    An out-of-memory or CUDA error is not caught.
 
-    `say` reports the path. `within_documents` tells whether attention stays within documents; None:
-    as document_mask says.
+    `say` reports the path. `within_documents`: attention stays within documents, as it always does
+    with document_mask.
     """
-    if within_documents is None:
-        within_documents = config.document_mask
+    within_documents = within_documents or config.document_mask
     # the path depends on the presence, dtype and shape of these tensors, not on their values
     q = torch.empty(1, 1, 1, 1, device=next(model.parameters()).device, dtype=dtype)
     context = Context(
@@ -60,7 +59,7 @@ def check_kernels(
     )
     queries = q.expand(1, 1, MANY_KEYS, 1)  # takes no memory
     by_path = attentions_by_path(model, queries, context)
-    checked = by_path["triton"] + by_path["varlen"]
+    checked = by_path.get("triton", []) + by_path.get("varlen", [])
     error, problem = check_paths(by_path, config, q, within_documents)
     facts: dict[str, Any] = {}
     accuracy = ""
@@ -77,7 +76,7 @@ def check_kernels(
     elif checked:
         facts["largest_error"] = error
         accuracy = f", its kernels within {error:.1e} of the reference"
-    facts["attention_path"] = " and ".join(sorted(path for path in by_path if by_path[path]))
+    facts["attention_path"] = " and ".join(sorted(by_path))
     if say is not None:
         why_slower = why_not_faster(by_path, queries, context)
         say(f"attention path: {facts['attention_path']}{why_slower}{accuracy}")
@@ -86,17 +85,18 @@ def check_kernels(
 
 def attentions_by_path(
     model: nn.Module, queries: Tensor, context: Context
-) -> defaultdict[str, list[Attention]]:
+) -> dict[str, list[Attention]]:
     """Return the attention modules that take each path."""
-    by_path = defaultdict(list)
+    by_path: dict[str, list[Attention]] = {}
     for module in model.modules():
         if isinstance(module, Attention):
-            by_path[module.path(queries, MANY_KEYS, context)].append(module)
+            path = module.path(queries, MANY_KEYS, context)
+            by_path.setdefault(path, []).append(module)
     return by_path
 
 
 def check_paths(
-    by_path: defaultdict[str, list[Attention]],
+    by_path: dict[str, list[Attention]],
     config: Config,
     q: Tensor,
     within_documents: bool,
@@ -104,7 +104,7 @@ def check_paths(
     """Check a module of each kind; return the largest error, and the first problem, "" if none."""
     kinds = {}
     for path in ("triton", "varlen"):
-        for attention in by_path[path]:
+        for attention in by_path.get(path, []):
             kind = (attention.variant, attention.p, attention.window, attention.alibi_heads)
             kinds[path, *kind] = attention
     errors = [0.0]
@@ -168,8 +168,8 @@ def relative_errors(
 ) -> dict[str, float]:
     """Return the relative errors of the kernels for two lengths, ODD and EVEN.
 
-    With a window, also for ODD queries at the end of so many keys that the window hides some. Of
-    four documents, one is a single token.
+    With a window, also for ODD queries after `window` more keys, some of which it hides. Of four
+    documents, one is a single token.
     """
     errors = {}
     impl = attention.impl

@@ -109,7 +109,7 @@ class Training:
                 optimizer.param_groups = groups  # with the options of this run, such as `fused`
             if state.scaler:  # empty in a run that did not scale its loss: it may go on in float16
                 self.scaler.load_state_dict(state.scaler)
-        # of another model.py, best.pt renamed, or a state that is none of torch's optimizers
+        # weights of another model.py, a renamed best.pt, or a state that no torch optimizer wrote
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             lines = str(error).splitlines() or [type(error).__name__]
             raise UserError(
@@ -132,9 +132,9 @@ def settings_of(config: Config) -> dict[str, Any]:
 class Saver:
     """Writes a run's checkpoints in a background thread, one after another.
 
-    Of the step_*.pt in the run's folder, the newest `keep_last` are kept, and those at multiples of
-    `keep_every` steps (0: none). Damaged ones, later than the step that the run was resumed at, are
-    deleted once a checkpoint is saved. Rank 0 alone writes.
+    Of the step_*.pt in the run's folder, the newest `keep_last` are kept, and every one at a
+    multiple of `keep_every` steps (0: none). Files later than the step that the run was resumed at
+    are damaged: they are deleted once a checkpoint is saved. Only rank 0 writes.
     """
 
     def __init__(self, run: Path, config: Config, resumed_at: int | None):
@@ -221,7 +221,7 @@ class Checkpoint:
         """Raise UserError if training has replaced or deleted the file since."""
         if not self.path.exists() or self.path.stat().st_mtime_ns != self.modified_ns:
             raise UserError(
-                f"{self.path} was replaced or deleted meanwhile, by a run that trains: repeat the "
+                f"{self.path} was replaced or deleted meanwhile by a training run: repeat the "
                 "command"
             )
 
@@ -231,7 +231,7 @@ def find(run: str | Path, quiet: bool = False) -> Checkpoint:
 
     A file whose checksums or content are wrong is reported on standard error, and the previous
     checkpoint is used. `run` may also be the file of a checkpoint. Raises UserError if none is
-    intact, and if a file cannot be read for a reason that may pass.
+    intact, and if a file cannot be read for a transient reason.
     """
     files = [Path(run)] if is_checkpoint(run) else checkpoints(run)
     files = [path for path in files if path.is_file()]
@@ -240,8 +240,8 @@ def find(run: str | Path, quiet: bool = False) -> Checkpoint:
             return open_intact(path, path.stat().st_mtime_ns, Path(run))
         except Exception as error:  # zipfile raises many types for damaged files
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            passing = isinstance(cause, OSError | MemoryError) or "unable to mmap" in str(cause)
-            if passing:  # a run that went on without it would delete it
+            transient = isinstance(cause, OSError | MemoryError) or "unable to mmap" in str(cause)
+            if transient:  # a run that went on without it would delete it
                 raise UserError(f"{path}: cannot be read now: {first_line(cause)}") from error
             if not quiet:
                 print(f"warning: {path} is damaged: {first_line(error)}", file=sys.stderr)
@@ -252,7 +252,7 @@ def find(run: str | Path, quiet: bool = False) -> Checkpoint:
 
 @functools.cache  # it reads the whole file, and a table looks up each run several times
 def open_intact(path: Path, modified_ns: int, run: Path) -> Checkpoint:
-    """The checkpoint in a file. Raises an exception of many types if the file is damaged."""
+    """The checkpoint in a file. Raises exceptions of various types if it is damaged."""
     with zipfile.ZipFile(path) as archive:
         damaged_entry = archive.testzip()
     if damaged_entry is not None:

@@ -74,7 +74,10 @@ def load_config(arguments: list[str]) -> Config:
             settings = read_file(argument)
             # scales say how large a run is, not what it is of
             is_variant = file.suffix == ".py" and not file.resolve().is_relative_to(SCALES)
-            names_given.append(str(settings.pop("name", "")) or (file.stem if is_variant else ""))
+            name = settings.pop("name", "")
+            if not isinstance(name, str):
+                raise UserError(f"{file}: name = {name!r} is {type(name).__name__}; it must be str")
+            names_given.append(name or (file.stem if is_variant else ""))
             values |= settings
             files.append(file)
     if overrides.get("resume") is True:
@@ -219,7 +222,10 @@ def saved_settings(content: Any, source: str | Path) -> dict[str, Any]:
     if tokenizer not in BUILT_IN and copy.is_file():
         values = values | {"tokenizer": str(copy)}
     elif str(tokenizer).startswith("sha256:"):
-        raise UserError(f"{TOKENIZER} of its run must lie beside it: {folder} has no such file")
+        raise UserError(
+            f"{source} needs the {TOKENIZER} of its run in the same folder: {folder} has no such "
+            "file"
+        )
     data_dir = values.get("data_dir")
     recorded = recorded_data_dir(folder)
     if isinstance(data_dir, str) and recorded is not None and os.path.exists(recorded):

@@ -21,7 +21,7 @@ from errors import UserError, first_line
 from runtime.distributed import world_size
 
 # Dense bfloat16 (T4: float16) peaks in FLOP/s, accumulated in float32, from NVIDIA's data sheets
-# and, of GeForce, white papers ("NVIDIA RTX Blackwell GPU Architecture"); first match wins.
+# and, for GeForce, white papers ("NVIDIA RTX Blackwell GPU Architecture"); first match wins.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "GH200": 989e12,
@@ -67,7 +67,8 @@ def pick_device(name: str = "auto") -> torch.device:
     aliases = {"auto": own_gpu if gpus else others[0], "cuda": own_gpu}
     device = aliases.get(name, name)
     if device not in available:
-        raise UserError(f"device = {device!r}; this machine has {', '.join(available)}, or 'auto'")
+        names = ", ".join(available)
+        raise UserError(f"device = {device!r}; this machine has {names}; 'auto' picks one")
     if device.startswith("cuda"):
         check_gpu(device)
     return torch.device(device)
@@ -130,7 +131,7 @@ def open_device(name: str) -> torch.device:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step instead of returning it to the system.
 
-    Otherwise each step of a training on a CPU faults in the pages of its large tensors again, which
+    Otherwise each training step on a CPU faults in the pages of its large tensors again, which
     takes 5 to 15% of the step (docs/benchmarks.md). Other C libraries are left as they are.
     """
     with suppress(AttributeError):  # macOS and musl have no mallopt
@@ -168,7 +169,7 @@ def pick_compile(setting: bool | None, device: torch.device, many_graphs: bool =
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise UserError without what Triton, or on a CPU Inductor, compiles C or C++ with."""
+    """Raise UserError if Triton, or on a CPU Inductor, lacks its compiler or Python's headers."""
     if device.type == "cuda":
         candidates = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     else:

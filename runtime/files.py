@@ -1,6 +1,6 @@
 """Atomic file writes (to a temporary file, synced, renamed), JSON, .pt files, checksums and locks.
 
-Every command imports this module, so that Windows, which has no fcntl, is rejected here.
+Every command imports this module, so Windows, which has no fcntl, is rejected here.
 """
 
 import errno
@@ -168,7 +168,7 @@ def locked(path: Path, doing: str, timeout: float = -1) -> Iterator[None]:
         if error.errno not in NO_LOCKS:
             raise cannot_write(path.parent, error) from error
         print(
-            f"warning: {path.parent}: its file system has no locks ({error.strerror}), so that "
+            f"warning: {path.parent}: its file system has no locks ({error.strerror}), so "
             f"another process may be {doing} too",
             file=sys.stderr,
         )

@@ -19,7 +19,7 @@ from runtime.files import atomic_write, read_json, write_json, writing
 
 
 def say(text: str) -> None:
-    """Print a line. A closed pipe or terminal, or a full disk under the output, ends no run."""
+    """Print a line. A closed pipe or terminal, or a full disk, does not end the run."""
     try:
         print(text, flush=True)
     except UnicodeEncodeError:  # the output's encoding has no such character
@@ -141,7 +141,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def wandb_mode(config: Config) -> str:
-    """Return the setting or, where it is "auto", what the environment says, if it does."""
+    """Return the setting or, if it is "auto", the mode in wandb's environment variables, if any."""
     if config.wandb_mode != "auto":
         return config.wandb_mode
     # a variable of transformers and of earlier versions of wandb
@@ -198,7 +198,7 @@ def wandb_settings(config: Config) -> Any:
 
 
 def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
-    """Start a wandb run; returns None if wandb is disabled or not installed.
+    """Start a wandb run; returns None if wandb is disabled, not installed or not logged in to.
 
     Its id is saved in wandb.json in the run's folder, so that a resumed run continues it.
     """

@@ -1,12 +1,12 @@
-"""What a run's folder records of its training, beside weights and metrics.
+"""What a run's folder records of its training, besides weights and metrics.
 
 config.json        every setting, resolved
 tokenizer.json     the tokenizer, unless it is built in
 data_dir.txt       the absolute path of data_dir, which another working directory needs
-environment.json   versions, machine and commit of the latest start, and in `starts` of every start,
-                   with its step, number of processes and dtype; the attention path; the hash of
-                   the formulas; the identity of the data; the checkpoint whose weights init_from
-                   loaded; the settings that were changed when resuming
+environment.json   versions, machine and commit of the latest start; `starts`: the same for every
+                   start, with its step, number of processes and dtype; the attention path; the
+                   hash of the formulas; the identity of the data; the checkpoint whose weights
+                   init_from loaded; the settings that were changed when resuming
 uncommitted.patch  changes of the repository since the commit, if any, with untracked .py files;
                    resuming at step 200 adds uncommitted_000200.patch
 """
@@ -75,7 +75,7 @@ def data_difference_of(run: Path, config: Config) -> str | None:
 def init_from_difference(run: Path, init_from: str) -> str | None:
     """If a run did not begin with the weights of `init_from`, return what it began with."""
     began = saved_init_from(run)
-    if Path(began).resolve() == Path(init_from).resolve():
+    if began == init_from or (began and Path(began).resolve() == Path(init_from).resolve()):
         return None
     return f"--init_from={began}" if began else "random weights"
 

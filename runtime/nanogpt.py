@@ -51,7 +51,7 @@ def convert_checkpoint(content: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def tokenizer_of(vocab_size: int, path: Path) -> str:
-    """Return what a checkpoint records of the tokenizer with so many ids.
+    """Return what a checkpoint records of a tokenizer with `vocab_size` ids.
 
     Raises UserError if they are not GPT-2's, and tokenizer.json is not beside the checkpoint.
     """
@@ -61,7 +61,7 @@ def tokenizer_of(vocab_size: int, path: Path) -> str:
     if not file.is_file():
         raise UserError(
             f"{path}: its {vocab_size} ids are not GPT-2's: their tokenizer.json must be beside "
-            "it; `python -m data.text train.bin --val val.bin` makes it of a meta.pkl "
+            "it; `python -m data.text train.bin --val val.bin` makes it from meta.pkl "
             "(docs/elsewhere.md)"
         )
     return identify(str(file))
@@ -76,7 +76,7 @@ def rename_weight(key: str) -> str:
 
 
 def pad_vocabulary(weight: Any) -> Any:
-    """Return weights [vocabulary, n_embd] with rows of 0 up to a multiple of 128, as GPT's."""
+    """Return weights [vocabulary, n_embd] with rows of 0 up to a multiple of 128, as GPT has."""
     import torch.nn.functional as F
 
     return F.pad(weight, (0, 0, 0, -len(weight) % 128))

@@ -34,7 +34,7 @@ def check_initial(source: str) -> None:
         if source in GPT2_NAMES:
             advice = f"--init_from={PRETRAINED}{source}"
         if advice is not None:
-            raise UserError(f"init_from = {source!r} is a value of nanoGPT's: here, {advice}")
+            raise UserError(f"init_from = {source!r} is nanoGPT's value: here, {advice}")
     elif is_checkpoint(source) and is_nanogpt_checkpoint(read_pt(Path(source))):
         raise UserError(f"{source} is a checkpoint of nanoGPT: --init_from={NANOGPT}{source}")
     read_config(source)

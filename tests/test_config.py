@@ -183,6 +183,8 @@ def test_a_run_is_called_by_its_config_file(tmp_path, monkeypatch):
     assert load_config([mine, "--p=3", "--n_layer=2"]).label == "mine,p=3"
     assert load_config([mine, "--name=theta"]).label == "theta"
     assert load_config([write(tmp_path / "other.py", "name = 'mine'")]).label == "mine"
+    with pytest.raises(UserError, match="other.py: name = None is NoneType; it must be str"):
+        load_config([write(tmp_path / "other.py", "name = None")])
     folder = tmp_path / "scales"
     folder.mkdir()
     assert load_config([write(folder / "own.py", "n_layer = 2")]).label == "own"
@@ -383,8 +385,8 @@ def test_help_has_every_setting_with_its_default_and_a_word():
             "attention = 'sigmoid' cannot have a sink, which needs l1",
         ),
         ("--n_head=7", "n_embd = 768 is not divisible by n_head = 7"),
-        ("--n_kv_head=5", "n_head = 12 is no multiple of n_kv_head = 5"),
-        ("--head_size=63", "heads of width 63 must be even: RoPE rotates pairs"),
+        ("--n_kv_head=5", "n_head = 12 is not a multiple of n_kv_head = 5"),
+        ("--head_size=63", "the width of a head, 63, must be even: RoPE rotates pairs"),
         ("--nope_every=13", "nope_every = 13 must be 0 or from 2 to n_layer = 12"),
         ("--keep_every=7", "keep_every = 7 must be a multiple of checkpoint_interval = 1000"),
         ("--rope_share=0.3", "rope_share = 0.3 of the 32 pairs of a head is 9.6 pairs"),
@@ -407,7 +409,7 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ("--window_pattern=SSSL", "gives none of n_layer = 12 layers a window: window = None"),
         ("--rope_theta=1", "rope_theta = 1 must be above 1"),
         ("--max_iters=1000000000000", "must be below 1000000000000"),
-        ("--window=9 --window_pattern=SSXL", "must be of S and L alone, such as SSSL"),
+        ("--window=9 --window_pattern=SSXL", "may contain only S and L, such as SSSL"),
         ("--window=9 --window_pattern=LS --n_layer=2", "layers a window: window = 9"),
         # the command line itself
         ("no_config.json", "config file or run no_config.json does not exist"),

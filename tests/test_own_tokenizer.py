@@ -153,5 +153,5 @@ def test_a_run_with_another_tokenizer_file_is_refused(made, train, call, tmp_pat
     alone = tmp_path / "alone/mine.pt"
     alone.parent.mkdir()
     shutil.copy(folder / "step_000001.pt", alone)
-    says = f"tokenizer.json of its run must lie beside it: {alone.parent} has no such file"
+    says = f"{alone} needs the tokenizer.json of its run in the same folder: {alone.parent} has no"
     refused(call, sample, alone, says=says)

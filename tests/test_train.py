@@ -332,6 +332,8 @@ def test_init_from_another_variant(train, refused, capsys):
     resumed = ("second", "configs/ssmax.py", "--s_init=0.5", "--max_iters=3", "--resume=auto")
     says = f"{second} began with --init_from={first}, not with --init_from={second}"
     refused(train, *resumed, f"--init_from={second}", says=says)
+    again = ("first", "configs/softmax.py", "--resume=auto", "--init_from=.")
+    refused(train, *again, says=f"{first} began with random weights, not with --init_from=.")
     train(*resumed, f"--init_from={first}")
     assert list(metrics(second)) == [1, 2, 3]
     assert run_folder.read_config(second).init_from == str(first)
