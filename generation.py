@@ -33,7 +33,7 @@ def prefill(
     """Return the logits [B, n_vocab] of the token after each prompt, and a cache of all prompts.
 
     The cache takes `new_tokens` more tokens. Prompts of different lengths are padded on the
-    left; the padding is a separate document, so that the prompt does not attend to it.
+    left; the padding is a separate document, so the prompt does not attend to it.
     """
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)

@@ -43,7 +43,7 @@ def open_ids(path: Path) -> Tokens:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as ids of uint16: {error}") from error
     if ids.dtype != TOKEN or ids.ndim != 1:
-        raise UserError(f"{path}: has {ids.dtype} {list(ids.shape)}; it must be a row of uint16")
+        raise UserError(f"{path}: has {ids.dtype} {list(ids.shape)}; ids must be uint16 [n]")
     if len(ids) == 0:
         raise UserError(f"{path}: has no ids")
     if np.array_equal(ids[:2], np.array([MAGIC], HEADER).view(TOKEN)):
@@ -120,7 +120,7 @@ def read_characters(path: Path) -> list[str]:
             itos = PlainUnpickler(file).load()["itos"]
         characters = [itos[i] for i in range(len(itos))]
     except Exception as error:  # pickle raises many types for damaged files
-        raise UserError(f"{path}: no meta.pkl of nanoGPT's: {error!r}") from error
+        raise UserError(f"{path}: not a meta.pkl of nanoGPT: {error!r}") from error
     if not all(isinstance(text, str) and len(text) == 1 for text in characters):
         raise UserError(
             f"{path}: its ids are not of single characters: give a tokenizer.json of them with "

@@ -90,7 +90,6 @@ class Loader(ABC):
             )
         self.n_sequences = n_sequences
         self.batching = batching
-        self.device = batching.device
         self._reader = ThreadPoolExecutor(1)
         self._ahead: dict[int, Future[Batch]] = {}  # by step
 
@@ -102,7 +101,7 @@ class Loader(ABC):
         """
         batch = self._ahead.get(step) or self._reader.submit(self.read, step)
         self._ahead = {step + 1: self._reader.submit(self.read, step + 1)}
-        return copy_to(self.device, *batch.result())
+        return copy_to(self.batching.device, *batch.result())
 
     def validation_sequences(self, max_tokens: int) -> int:
         """Count the whole sequences in the first `max_tokens` validation tokens, or in all."""
@@ -125,7 +124,8 @@ class Loader(ABC):
         read = self.open_validation(max_tokens)
         share = np.arange(self.batching.rank, count, self.batching.world_size)
         starts = range(0, len(share), batch_size)
-        return (copy_to(self.device, *read(share[start : start + batch_size])) for start in starts)
+        batches = (read(share[start : start + batch_size]) for start in starts)
+        return (copy_to(self.batching.device, *batch) for batch in batches)
 
     @abstractmethod
     def open_validation(self, max_tokens: int) -> Callable[[Ints], Batch]:

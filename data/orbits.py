@@ -2,7 +2,7 @@
 
 A system has 1 to 10 planets in a plane. Each goes round the star on a Kepler ellipse, and planets
 do not pull each other (Vafa et al. 2025, "What has a foundation model found?"). The orbital
-elements are drawn from fits of the known exoplanets. Units are AU, years and solar masses, so that
+elements are drawn from fits of the known exoplanets. Units are AU, years and solar masses, so
 G = 4 pi^2. The vector from star to planet follows the ellipse. With one planet, both bodies go
 round their centre of mass; with more, the star stands still.
 
@@ -28,7 +28,7 @@ from data.simulated import SimulatedLoader, sequence_rng
 G = 4 * np.pi**2  # AU^3 per year^2 and solar mass
 EDGE = 50.0  # AU
 TIME_STEPS = (7 * 0.0027, 180 * 0.0027)  # years: a week and half a year
-PAIRS = 2  # the split of `draw_pair`, beside TRAINING and VALIDATION
+PAIRS = 2  # the split of `draw_pair`, besides TRAINING and VALIDATION
 
 Floats = NDArray[np.float64]
 
@@ -51,8 +51,8 @@ class Elements(NamedTuple):
 def kepler(mean: Floats, e: Floats | float) -> Floats:
     """Solve Kepler's equation mean = E - e sin E for E, to 1e-14 within the first turns.
 
-    Halley's method starts at M + 0.85 e sign M (Danby 1987). Orbits take 3 to 5 steps, those of
-    1 - e = 1e-9 take 16.
+    Halley's method starts at M + 0.85 e sign M (Danby 1987). Orbits take 3 to 5 steps, but
+    16 with 1 - e = 1e-9.
     """
     turns = 2 * np.pi * np.rint(mean / (2 * np.pi))
     M = mean - turns

@@ -31,7 +31,7 @@ from data.simulated import TRAINING, SimulatedLoader, sequence_rng
 from data.vocabulary import RECALL_IDS
 from errors import UserError
 
-EVALUATION = 2  # the split of scripts.recall, beside TRAINING and VALIDATION
+EVALUATION = 2  # the split of scripts.recall, besides TRAINING and VALIDATION
 SEQUENCES = 2**32  # of an epoch: no run sees a sequence twice
 NO_ANSWER = -100  # the target that torch's cross-entropy ignores
 
@@ -137,7 +137,7 @@ def targets(drawn: Drawn) -> Ints:
 class RecallLoader(SimulatedLoader):
     """Batches whose sequences have one length: T in half of the steps, else T / 4 to T.
 
-    Every batch has the same number of sequences, so that a shorter batch has fewer tokens.
+    Every batch has the same number of sequences, so a batch of shorter ones has fewer tokens.
     `first_id` is added to all token ids. Raises UserError if T / 4 is too short for a task.
     """
 

@@ -283,8 +283,8 @@ def numbered(source: Source, first: int) -> Iterator[tuple[int, list[Document]]]
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="python -m data.text", description=__doc__)
     parser.add_argument("paths", nargs="*", metavar="PATHS", help="files and folders")
-    parser.add_argument("--val", nargs="+", metavar="PATHS", help="what is for validation")
-    share = "the share of the T-token passages of the training text that an excerpt follows"
+    parser.add_argument("--val", nargs="+", metavar="PATHS", help="files, folders to validate on")
+    share = "share of the training text's passages of T tokens that get an excerpt behind them"
     parser.add_argument("--repeat", type=float, metavar="SHARE", help=share)
     parser.add_argument("--within", type=int, metavar="T", help="the training length")
     args = parse_options(parser, argv, tokenizer="bytes")
@@ -315,7 +315,7 @@ def main(argv: list[str] | None = None) -> None:
         held_out = {path.resolve() for _, path in val_files}
         files = [(name, path) for name, path in files if path.resolve() not in held_out]
         if not files:
-            raise UserError(f"{source}: --val names all of it, so that nothing is left to train on")
+            raise UserError(f"{source}: --val names all of it, so nothing is left to train on")
         val = inspect(val_files, args.rules)
     sources = inspect(files, args.rules)
     args.rules.report()

@@ -74,7 +74,7 @@ def ids_by_text(tokenizer: str) -> dict[str, int]:
         else:
             ids = {text: i for i, (text, _) in enumerate(vocabulary)}
         ids |= {token["content"]: int(token["id"]) for token in content["added_tokens"]}
-        1 + max(ids.values())  # raises where there are none, or ids are no numbers
+        1 + max(ids.values())  # raises where there are none, or an id is not a number
         return ids
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"tokenizer = {tokenizer!r} is not a tokenizer.json: {error!r}") from error

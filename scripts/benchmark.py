@@ -10,8 +10,8 @@ python -m scripts.benchmark configs/softmax.py configs/lssa.py configs/lssar_p15
 The columns are as in Table A7 of the LSSAR paper, whose numbers are printed below its variants. The
 paper uses standard PyTorch functions and no fused kernels, as does `--impls unfused`: the path
 `reference` without torch.compile, and all logits at once. `plain` instead of a config is a GPT-2
-built from torch.nn's Transformer modules, as a baseline without this repository. Each model is
-measured in its own process, so that its peak memory is known; the models take turns, round by
+built from torch.nn's Transformer modules, as a baseline without this repository. Each phase of each
+model has its own process, so that its peak memory is known; the processes take turns, round by
 round, so that a change in the machine's speed affects all of them equally. Times are medians over
 the rounds. On a GPU a round is a step that is not timed and four that are, between which the host
 does not wait, as in training. Without a scale the model is GPT-2 124M at 1,024 tokens; --batch_size

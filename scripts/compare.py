@@ -19,7 +19,7 @@ deviations over seeds, and paired differences: an entry's number minus the first
 the same seed, which trains on the same batches (unless --total_batch_size or --align_documents
 differs) and from the same initial weights where the shapes agree. T6, learned positions, bias =
 False, SwiGLU and grouped keys draw other initial weights. Seeds change the loss of all entries
-alike, so that a difference may be the same at every seed and far smaller than the range over seeds.
+alike, so a difference may be the same at every seed and far smaller than the range over seeds.
 
 Committed results of the same scale, in results/, are shown too, dashed in the picture, if their
 settings and data (the sequences of recall, the shards of text) are the same. Otherwise a message
@@ -128,9 +128,9 @@ def require_scale(name: str) -> None:
 
 
 def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Split settings into arguments for all runs, and the values of those that are compared.
+    """Split settings into arguments for all runs, and the values of compared settings.
 
-    Raises UserError for what is no setting, for one without a value, and for a repeated one.
+    Raises UserError for an unknown setting, a setting without a value, and a repeated setting.
     """
     values: dict[str, str] = {}
     for argument in arguments:

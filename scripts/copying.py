@@ -26,7 +26,7 @@ tokens come from text files or --data_dir: see docs/elsewhere.md.
 
 Every run is measured with a control: the same weights with plain RoPE, where each query sees at
 most the last T keys. From a lag of T and a passage on, the control sees no token of the first copy
-directly, so that what it keeps there went through several layers. Passages are the same for all
+directly, so what it keeps there went through several layers. Passages are the same for all
 lags and all runs, and are evenly spaced in the validation text, which wraps around at its end.
 
 Writes copying.json and copying.png. In the JSON `parts` are by lag, "1024":
@@ -76,7 +76,7 @@ class Copying(ControlledEvaluation):
 
     lags: tuple[int, ...] | None = option(
         None,
-        "lags in tokens, beside T/4, T/2 and 3T/4 (default: 2T, 4T, 8T, 16T)",
+        "lags in tokens, besides T/4, T/2 and 3T/4 (default: 2T, 4T, 8T, 16T)",
         type=parse_lengths,
     )
     passages: Annotated[int, ("at least", 2)] = option(64, "passages to copy")

@@ -8,9 +8,9 @@ For custom tasks and the harness's other options, use `lm_eval --model hf` on an
 
 Prints the harness's table of each run. RUN/downstream.json is a list of measurements with the
 harness's results: each task is saved when it is finished, and not measured again. The paper's
-values, in percent, are in the tables of
-`python -m scripts.reproduce`: table2, table_a1 and table_a2. The command needs
-requirements-eval.txt and, the first time that it reads a task's data, a network.
+values, in percent, are in the tables of `python -m scripts.reproduce`: table2, table_a1 and
+table_a2. The command needs requirements-eval.txt and, the first time that it reads a task's data, a
+network.
 """
 
 import functools
@@ -100,7 +100,7 @@ class Downstream(Evaluation):
             )
         except (AssertionError, ValueError) as error:  # the harness's own checks
             print(file=sys.stderr)  # the harness's progress bar has no end of line
-            reason = str(error) or f"an answer has no or over {model.max_length} tokens"
+            reason = str(error) or f"an answer has no tokens or over {model.max_length}"
             raise UserError(f"task {name} cannot be evaluated: {reason}") from error
         return {key: results[key] for key in KEPT}
 

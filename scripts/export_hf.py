@@ -34,7 +34,7 @@ from scripts.common.runs import Run, load_run
 # Where transformers finds its classes in the exported folder.
 CODE = "exported_model.SharpAttention"
 IMPORT = re.compile(r"^( *)from ([\w.]+) import (.+)$", re.MULTILINE)
-# The lines that load an exported folder, and its README.md.
+# The lines that load an exported folder: they are printed, and in its README.md, CARD.
 LOAD = """
 model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{folder}", trust_remote_code=True)
@@ -51,9 +51,9 @@ pipeline_tag: text-generation
 
 Settings of attention and model that are not above are the defaults: GPT-2 124M with RoPE, and 1,024
 tokens in training. `variant` is the variant as trained. `config.json` has all settings and the
-commit of the code; attention stays within documents where `document_start`, the id of their first
-token, is not null. The model's code is in this folder, so that loading needs
-`trust_remote_code=True`, also of the tokenizer: without it transformers asks.
+commit of the code; attention stays within documents if `document_start`, the id of their first
+token, is not null. The model's code is in this folder, so loading needs `trust_remote_code=True`,
+for the tokenizer too: without it transformers asks.
 
 ```python
 import torch

@@ -135,7 +135,8 @@ class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
 
     samples: PositiveInt = option(1000, "needles per length and depth")
     score_length: PositiveInt | None = option(
-        None, f"length for the needle scores (default: the longest of --lengths to {SCORE_LENGTH})"
+        None,
+        f"length for the needle scores (default: {SCORE_LENGTH}, or the longest length if shorter)",
     )
     score_trials: PositiveInt = option(100, "needles to score")
 

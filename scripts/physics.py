@@ -411,7 +411,7 @@ def best_score(candidates: Sequence[Equation]) -> Equation:
 
 
 def search(x: Floats, y: Floats, seed: int) -> list[Equation]:
-    """The Pareto front of a search; 1/x is a quotient, and the factor of a variable is no node."""
+    """The Pareto front of a search. 1/x counts as a quotient, a variable's factor not at all."""
     from pyoperon.sklearn import SymbolicRegressor
 
     scale = float(y.std())

@@ -144,7 +144,7 @@ class Recall(LengthEvaluation):
         if not by_length:
             return {}
         by_length += chance_curves(results)
-        x = f"distance at length {lengths[-1]:,}, up to,"
+        x = f"distance at length {lengths[-1]:,}, rounded up to a power of 2,"
         return {
             "recall": draw_by_length(measurements, title, by_length, "length", PERCENT),
             "recall_by_distance": draw_by_length(measurements, title, by_distance, x, PERCENT),

@@ -18,6 +18,7 @@ from tests.runs import run_train
 # does nothing else.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["train", "torch._dynamo", "data.text", "tests.faults"])
+TIMEOUT = 120  # seconds that `finish` waits
 
 
 def start(arguments, *, module="train", output=None, environment=None, **faults):
@@ -29,13 +30,13 @@ def start(arguments, *, module="train", output=None, environment=None, **faults)
     return process
 
 
-def finish(process, timeout=120):
-    """Its exit code, minus the signal's number if one killed it."""
-    process.join(timeout)
+def finish(process):
+    """Wait for a process. Returns its exit code: -9 if signal 9 killed it."""
+    process.join(TIMEOUT)
     if process.is_alive():
         process.kill()
         process.join()
-        raise AssertionError(f"still running after {timeout} s")
+        raise AssertionError(f"still running after {TIMEOUT} s")
     return process.exitcode
 
 
@@ -50,8 +51,8 @@ def arguments(shards, out, *more):
 def group(arguments, faults, batch_size=4):
     """Start two gloo processes, each with the faults of its rank.
 
-    As under torchrun, the store where they meet is in another process, here this one: no port can
-    be taken by a test beside it.
+    As under torchrun, the store where they meet is in another process, here in this one. It picks a
+    free port, so tests that run at the same time cannot collide.
     """
     global host
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

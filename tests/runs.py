@@ -94,7 +94,7 @@ def agree(first, second, rel=1e-5):
     b = weights(second)
     for name in a:
         if "c_attn.bias" in name:
-            # the keys' biases have no gradient but rounding, of which Adam makes whole steps
+            # keys' biases have no gradient but rounding errors, which Adam turns into whole steps
             a[name].view(3, -1)[1] = 0
             b[name].view(3, -1)[1] = 0
         assert torch.allclose(a[name], b[name], atol=10 * rel), name

@@ -125,7 +125,7 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
     run = saved_run(tmp_path / "run", model)
     call(attention_maps, run, *FEW)
     (result,) = read(run)
-    ids = validation_ids(shards, 16, 2)
+    ids = validation_ids(shards)
     layers = evaluation.layer_attention_weights(model, ids, slice(None))
     A = layers[1].double().numpy()  # [windows, heads, queries, keys]
     visible = visible_keys(windows)

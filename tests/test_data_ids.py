@@ -84,7 +84,7 @@ def test_what_is_not_ids_is_refused(files, tmp_path, refused):
         ("train.bin", "--val", folder / "zero.npy"): "zero.npy: has no ids",
         ("empty.npy", *val): "empty.npy: cannot be read as ids of uint16",
         ("none.npy", *val): "none.npy: cannot be read as ids of uint16",
-        ("wide.npy", *val): "wide.npy: has int64 [50]; it must be a row of uint16",
+        ("wide.npy", *val): "wide.npy: has int64 [50]; ids must be uint16 [n]",
         ("rows.npy", *val): "rows.npy: has uint16 [2, 25]",
         ("shard.bin", *val): "shard.bin is a shard: --data_dir takes",
         ("other.bin", *val): "other.bin: token 17 is 50257, but the vocabulary is 0 to 50256",
@@ -153,7 +153,7 @@ def test_other_pickles_are_refused(tmp_path, refused, capsys):
     for content, says in [
         (pickle.dumps({"itos": Malicious()}), "an object of builtins.print"),
         (pickle.dumps({"itos": {1: "a"}}), "KeyError(0)"),
-        (b"damaged", "no meta.pkl of nanoGPT's"),
+        (b"damaged", "not a meta.pkl of nanoGPT"),
     ]:
         (tmp_path / "words/meta.pkl").write_bytes(content)
         refused(text.main, arguments, says=says)

@@ -326,6 +326,6 @@ def test_refuses(tasks, evaluate, run, refused):
     generation(tasks, ASKED, max_gen_toks=MAX_LENGTH, until=["."])
     too_long = "max tokens to generate (40) must be less than model's maximum sequence length (40)"
     refused(evaluate, run, "gen", says=("task gen cannot be evaluated: ", too_long))
-    too_long = "task choice cannot be evaluated: an answer has no or over 8 tokens"
+    too_long = "task choice cannot be evaluated: an answer has no tokens or over 8"
     refused(evaluate, run, "choice", "--max_length=8", says=too_long)
     assert not (run / "downstream.json").exists()

@@ -413,7 +413,8 @@ def test_refusals_before_anything_is_measured(save_untrained, call, refused):
     run = save_untrained("softmax.py", "--positions=none")
     bad = save_untrained("softmax.py")
     for option in ("--rope=yarn", "--rope_theta=500"):
-        refused(call, eval_length, run, option, says="positions = 'none': no RoPE")
+        says = f"{option.split('=')[0]}: {run} has positions = 'none': no RoPE"
+        refused(call, eval_length, run, option, says=says)
     refused(call, eval_length, bad, "--rope_factor=2", says="--rope_factor 2 needs --rope")
     refused(call, eval_length, run, "--log_base=1", says="--log_base = 1.0 must be above 1")
     for base in ("nan", "inf"):

@@ -183,7 +183,7 @@ def test_a_table_leaves_out_runs_with_other_settings(reproduced, scale):
         ),
         (["table1", "--seed=3"], ["--seed cannot be set", "--seeds 3"]),
         (["table1", "--p=3"], ["--p cannot be set here", "--scale FILE.py", "batch_size"]),
-        (["table1", "configs/lssar_p3.py"], ["configs/lssar_p3.py is no setting --key=value"]),
+        (["table1", "configs/lssar_p3.py"], ["lssar_p3.py is not a setting --key=value"]),
         (["table1", "--data_dir=nowhere"], ["nowhere", "python -m data.text"]),
         (["ssmax_figure5", "--scale=tiny"], ["599 validation tokens", "2500"]),
     ],

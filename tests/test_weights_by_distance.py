@@ -55,7 +55,7 @@ def test_what_a_window_hides_does_not_count(settings, windows, shards, call, tmp
     text = (run / "weights_by_distance.json").read_text()
     (result,) = json.loads(text, parse_constant=pytest.fail)  # JSON has no NaN
     assert result["head_windows"] == [list(windows)] * 2
-    ids = validation_ids(shards, 16, 2)
+    ids = validation_ids(shards)
     layers = evaluation.layer_attention_weights(model, ids, slice(None))
     A = torch.stack(layers).double().numpy()  # [layers, windows, heads, queries, keys]
     visible = visible_keys(windows)

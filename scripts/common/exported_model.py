@@ -23,7 +23,7 @@ from layers.windows import limit_windows
 # Where documents begin in a row, besides position_ids, in the words of transformers'
 # DataCollatorWithFlattening.
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-# Outputs of other models of transformers.
+# Outputs that other models of transformers have.
 OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
@@ -47,7 +47,7 @@ class Cache(KVCache):
     """The model's cache, with the attributes and methods that transformers expects of a cache."""
 
     is_compileable = is_croppable = False
-    # [B, 1]: the next position of each row, as position_ids count, which do not read end-of-text
+    # [B, 1]: the next position of each row, counted like position_ids: end-of-text restarts nothing
     next_position: Tensor | None = None
 
     def get_seq_length(self, layer: int = 0) -> int:
@@ -170,10 +170,10 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
         position_ids: Tensor | None,
         cache: Cache | None,
     ) -> Tensor | None:
-        """Return where documents begin in input_ids, bool [B, L], or None for a document a row.
+        """Return where documents begin in input_ids, bool [B, L]; None if each row is one document.
 
         They begin where position_ids [1 or B, L] restart from 0 and, with document_mask, at
-        end-of-text. The padding beside them, 0 in attention_mask [B, past + L], is a document.
+        end-of-text. Padding, 0 in attention_mask [B, past + L], counts as a document of its own.
         Raises ValueError for zeros between tokens, for padding on the right in generation, and for
         positions that do not count the tokens.
         """
@@ -228,7 +228,7 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def check_padding(attention_mask: Tensor, shape: torch.Size, generates: bool) -> None:
-    """Raise ValueError where an attention mask is no padding of this shape beside the tokens."""
+    """Raise ValueError unless a mask has this shape, and zeros only before and after the tokens."""
     if attention_mask.shape != shape:
         raise ValueError(
             f"attention_mask must be {list(shape)}, 1 for each token, cached or new, and 0 for "
@@ -242,6 +242,6 @@ def check_padding(attention_mask: Tensor, shape: torch.Size, generates: bool) ->
         )
     runs = (F.pad(is_token.int(), (1, 0)).diff() > 0).sum(1)  # of tokens, in each row
     if (runs > 1).any():
-        raise ValueError("attention_mask has zeros between the tokens of a row: pad beside them")
+        raise ValueError("attention_mask has zeros between the tokens of a row: pad at its ends")
     if generates and (is_token.int().diff() < 0).any():
         raise ValueError("generation takes padding on the left: tokenizer.padding_side = 'left'")

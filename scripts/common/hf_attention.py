@@ -71,7 +71,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The output [B, L, H, d] of queries [B, H, L, d], as transformers calls an attention.
 
-    Raises UserError for an argument with a score for each pair of a query and a key.
+    Raises UserError for a position_bias, which is added to the score of each query and key.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -83,7 +83,7 @@ def attend(
     record = tiles.recorders.get(layer)
     compute: Any
     if needs_eager or record is not None:
-        compute = eager_attention(layer)
+        compute = eager_attention
     elif mask is None and (tiles.window is None or tiles.window >= L):
         return sdpa_attention_forward(layer, q, k, v, None, **options)
     else:
@@ -117,18 +117,14 @@ def visible_keys(
     return visible
 
 
-def eager_attention(layer: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The attention in the file of the layer's model, which returns the weights too.
+def eager_attention(
+    layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The output and the weights by the attention in the file of the layer's model.
 
-    It adds its mask to the scores.
+    That function adds its mask to the scores.
     """
     forward = sys.modules[type(layer).__module__].eager_attention_forward
-
-    def compute(
-        layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        lowest = torch.finfo(q.dtype).min
-        mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, lowest)
-        return forward(layer, q, k, v, mask, **options)
-
-    return compute
+    lowest = torch.finfo(q.dtype).min
+    mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, lowest)
+    return forward(layer, q, k, v, mask, **options)

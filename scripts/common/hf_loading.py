@@ -142,9 +142,9 @@ def scaled_config(config: ModelConfig, options: Options) -> Any:
     if scaling != "none":
         if scaling not in ROPE_TYPES:
             known = ", ".join(ROPE_TYPES)
-            raise UserError(f"--rope {scaling}: of {config.label} it is one of {known}")
+            raise UserError(f"--rope {scaling}: for {config.label} it must be one of {known}")
         if scaling != "dynamic_ntk" and options.rope_factor is None:
-            raise UserError(f"--rope {scaling} of {config.label} needs --rope_factor N")
+            raise UserError(f"--rope {scaling} for {config.label} needs --rope_factor N")
         trained_length = config.block_size  # max_position_embeddings, or --window
         text_settings.max_position_embeddings = trained_length  # what Dynamic NTK reads
         rope = {
@@ -190,8 +190,8 @@ def check_logits(model: CausalLM, config: ModelConfig) -> None:
         ) from error
     if not (logits - expected).norm() <= TOLERANCE * expected.norm():
         raise UserError(
-            f"{config.label} cannot be measured: in tiles its attention gives other logits, "
-            "as of an attention that is not causal"
+            f"{config.label} cannot be measured: computed in tiles, its attention gives other "
+            "logits, for example because it is not causal"
         )
 
 
@@ -205,7 +205,7 @@ def check_window(model: CausalLM, config: ModelConfig) -> None:
     x = model.trunk(input_ids=idx, use_cache=False).last_hidden_state
     if depends_on_hidden(x[:, -1], TOLERANCE):
         raise UserError(
-            f"{config.label} sees more than the keys of a window: it has layers that are no "
-            "attention, or whose attention takes no mask from outside (--no_control measures it "
-            "without the window)"
+            f"{config.label} sees more than the keys of a window: some of its layers are not "
+            "attention, or their attention ignores the mask (--no_control measures it without the "
+            "window)"
         )

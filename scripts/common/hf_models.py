@@ -29,7 +29,7 @@ from runtime.config_files import find_data
 from runtime.files import sha256_of
 from runtime.hf_config import PRETRAINED, load_hf_config
 
-# Tokens of shards whose text is compared with that of the model's tokenizer.
+# How many tokens of shards are decoded by both tokenizers, to compare their texts.
 COMPARED = 1 << 16
 
 
@@ -45,7 +45,7 @@ class ModelConfig(Config):
     sha256: str = ""  # of config and weights; of a name the commit on huggingface.co
     longest: int | None = None  # the last of learned positions
     tokenizer_id: str = "of the model"  # the text is identified by its ids
-    has_control: bool = False  # a window will be measured beside it
+    has_control: bool = False  # a control with a window will be measured too
     text: tuple[str, ...] = ()  # files; () for the shards of data_dir
 
     def __post_init__(self) -> None:

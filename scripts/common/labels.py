@@ -72,7 +72,7 @@ def title_of(results: Mapping[str, dict]) -> str:
 
 
 def rope_by_label(scalings: Mapping[str, str | None]) -> str:
-    """Name the most common RoPE scaling, and who has another: "rope yarn, but none in `swa`"."""
+    """Name the most common RoPE scaling, then the exceptions: "rope yarn, but none in `swa`"."""
     labels = defaultdict(list)
     for label, scaling in scalings.items():
         labels[scaling].append(f"`{label}`")

@@ -84,6 +84,7 @@ class Options(LoadingOptions):
         theta = {} if self.rope_theta is None else {"theta": self.rope_theta}
         Rope(2, 1, scaling=scaling, factor=self.rope_factor, **theta)
         if config.positions != "rope" and (scaling != "none" or theta):
+            name = "--rope_theta" if scaling == "none" else "--rope"
             raise UserError(
-                f"--rope: {config.out_dir} has positions = {config.positions!r}: no RoPE"
+                f"{name}: {config.out_dir} has positions = {config.positions!r}: no RoPE"
             )

@@ -51,7 +51,7 @@ is stored with the facts that identify it, and looked up by them. These are the 
 how it was opened, the formulas of its attention, its validation shards, and what `identify` adds.
 If a file of its class or of its base classes has changed since, a message says so. An option that
 changes the numbers must be in the chunk's name, as `tokens` above, or in what `identify` returns:
-otherwise the measurement with one value is taken for that with another.
+otherwise a measurement with one value is reused for another value.
 """
 
 import ast
@@ -436,7 +436,7 @@ def read_models(
         )
     for name in names:
         if not name.startswith(PRETRAINED):
-            raise UserError(f"{name} is a run, and {PRETRAINED} models take a command of their own")
+            raise UserError(f"{name} is a run: measure runs and {PRETRAINED} models separately")
     for name in RUN_ONLY:
         if getattr(evaluation, name) != getattr(Options, name):
             raise UserError(f"--{name} is for runs of this repository, not for {names[0]}")

@@ -136,7 +136,7 @@ def run_facts(
 ) -> dict:
     """What every measurement records about its run, its checkpoint and how the run was opened.
 
-    `model` may be without weights: its windows count.
+    `model` may be without weights: only its windows and its RoPE are read.
     """
     config = options.apply_to(trained)
     variant = trained.variant_name

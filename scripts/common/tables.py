@@ -12,7 +12,7 @@ A table of results is a dict, saved as table.json:
                 evaluation. A value that means nothing is None. With a baseline also `difference`:
                 mean, low, high, deviation and runs of the row's values minus the baseline's at the
                 same seed.
-    beside      the folder of another table, and its rows; or no such key
+    beside      the folder of another table, and its rows with these columns; or no such key
 """
 
 import math
@@ -23,7 +23,7 @@ from pathlib import Path
 from runtime.files import atomic_write, write_json
 
 HOW_TO_READ = "How to read the columns, ± and bold: docs/evaluations.md, A table of the papers."
-# The lists and dicts of an evaluation that table.json repeats.
+# The lists and dicts of an evaluation that table.json keeps; see `short`.
 LISTS = ("lengths", "loss", "standard_error", "environment")
 
 
@@ -226,7 +226,7 @@ def markdown_row(
 def cell(table: dict, entry: dict, column: int, bold: bool = False, sign: str = "") -> str:
     """Our value ± the standard deviation over seeds; in parentheses the paper's value.
 
-    Of the same tokens also our value minus the paper's.
+    If both count the same tokens, our value minus the paper's follows.
     """
     value = entry["mean"][column]
     if value is None:

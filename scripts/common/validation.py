@@ -97,7 +97,7 @@ class ModelEvaluation(TextEvaluation):
 
 @dataclass(frozen=True, kw_only=True)
 class ControlledEvaluation(ModelEvaluation):
-    """An evaluation that measures every run beside its `window_control`."""
+    """An evaluation that measures every run and its `window_control`."""
 
     no_control: bool = option(False, "skip the sliding-window control of each run")
 

@@ -20,7 +20,7 @@ from scripts.reproduce.planned import PlannedRun, processes_of
 # FLOP of the step timed on a CPU: 512 tokens at 124M parameters. A small model gets more tokens:
 # with 512 the optimizer would dominate, as it does not in training.
 CPU_FLOP = 4e11
-MEASURED_SECONDS = 3  # of which the fastest step counts
+MEASURED_SECONDS = 3  # the fastest step within them counts
 # A float32 weight, and with AdamW's two moments; Muon has a moment less.
 BEST_BYTES = 4
 CHECKPOINT_BYTES = 12

@@ -115,7 +115,7 @@ def config_with(name: str, run: str, **settings: Any) -> Entry:
 
 
 def with_p(variant: str, p: int) -> Entry:
-    """Return the entry of a variant with this p; lssar has config files with a p alone."""
+    """Return the entry of a variant with this p; all config files of lssar have a p."""
     config = variant if variant in FILES else f"{variant}_p15"
     return config_with(config, f"{variant}_p{p}", p=float(p))
 
@@ -300,7 +300,7 @@ def require_settable(settings: Sequence[str]) -> None:
     for argument in settings:
         if not argument.startswith("--"):
             raise UserError(
-                f"{argument} is no setting --key=value; scripts.compare takes config files"
+                f"{argument} is not a setting --key=value; scripts.compare takes config files"
             )
         key = key_of(argument)
         if key in SETTABLE:

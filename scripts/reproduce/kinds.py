@@ -78,7 +78,7 @@ def loss(
 def loss_and_gain(
     title: str, entries: Entries, multiples: Multiples = MULTIPLES, **more: Any
 ) -> Experiment:
-    """Measure the loss by length, and what the longest context is worth beside a sliding window."""
+    """Measure the loss by length, and the gain of the longest context over a sliding window."""
 
     def values(measured: dict) -> list[float]:
         return [*measured["loss"], measured["control"]["loss"][-1], gain(measured)]
@@ -294,7 +294,7 @@ def recall(
 
 
 def accuracies_if_learned(measured: dict) -> list[float | None]:
-    """Return the accuracy in percent at each length; of a task that is not learned, at 1x alone."""
+    """Return the accuracy in percent at each length; if the task is not learned, only at 1x."""
     known = has_learned(measured)
     trained = measured["trained_length"]
     shares = accuracies(measured).items()

@@ -15,7 +15,7 @@ MOST_POINTS = 100  # of a curve
 def learned_p(run: PlannedRun) -> Values:
     """SSMax Fig. 2: read p_n after training, and fit a_1 log n + a_2 by least squares.
 
-    n = 1 is left out: a single key has weight 1 whatever p_1 is, so that p_1 is not trained.
+    n = 1 is left out: a single key has weight 1 whatever p_1 is, so p_1 is not trained.
     """
     weights = checkpoint.load(checkpoint.find(run.folder).path).model
     layers = [weight for name, weight in weights.items() if name.endswith(".p_n")]

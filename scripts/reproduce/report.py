@@ -2,10 +2,9 @@
 
 A table has the keys of scripts.common.tables, and
 
-    name, scale, paper_scale, unit
-    multiples   of the training length, the first columns; null where columns are no lengths
+    name, device, paper_scale, unit
+    multiples   of the training length, the first columns; null if no column is a length
     conditions  of its runs, as scripts.reproduce.committed_tables has them
-    beside      the folder of a committed table, and its rows with these columns
     not_run     names of entries
     failures    sentences
 """
@@ -211,7 +210,7 @@ def paper_values(experiment: Experiment, scale: Scale) -> tuple[dict[str, list],
 
 
 def add_headroom(table: dict, work: Work) -> list[str]:
-    """Write what the longest length is worth beside the gain from context; returns sentences.
+    """Add the gain that is available to the heading of the gain's column; returns sentences.
 
     Returns no sentences if the scale has no headroom runs. A row is undecidable if its seeds differ
     by more than a model could gain, and by more than the context hurts it.

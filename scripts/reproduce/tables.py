@@ -269,7 +269,7 @@ ACCELERATION = [-2.0, 1.0, 0.0]
 
 
 def physics(config: Config) -> Physics:
-    """Take the published sizes, or less for fewer systems."""
+    """Return the evaluation in the published sizes, or smaller ones for fewer systems."""
     return Physics(
         steps=min(10_000, math.ceil(config.systems / 40)),
         pairs=min(10_000, math.ceil(config.systems / 10)),
