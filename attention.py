@@ -92,8 +92,8 @@ def relu_squared(z: Tensor) -> Tensor:
 
 def gelu(z: Tensor) -> Tensor:
     # F.gelu multiplies z by 1 + erf, which is 0 in float32 below -5.6; erfc has digits down to -14
-    doubled_share = torch.erfc(-z / math.sqrt(2))
-    return z / 2 * doubled_share
+    twice_cdf = torch.erfc(-z / math.sqrt(2))
+    return z / 2 * twice_cdf
 
 
 def identity(z: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Rows:
     # normalised_power or, on a CPU, a faster equivalent (attention_paths.power)
     power_then_l1: Callable[[Tensor, Tensor, float], Tensor]
     document_positions: Tensor | None = None  # [B, 1, Lq, 1] of each row within its document
-    score_scale: float | Tensor = 1.0  # multiplies scores: the square of YaRN's attention factor
+    score_scale: float | Tensor = 1.0  # multiplies scores, as YaRN and --log_base do
     softcap: float | None = None
     slopes: Tensor | None = None  # [H, 1, 1] of ALiBi
     # [B, H, Lk] log f_1 + .. + log f_j, f the forget gates
@@ -495,7 +495,8 @@ VARIANTS: dict[str, Variant] = {
         scale=s_p_n_plus_b,
         learnable=("s", "b", "p_n"),
     ),
-    # What users pick instead. Su 2021 ("Entropy invariance of attention", kexue.fm/archives/8823).
+    # Common alternatives
+    # Su 2021 ("Entropy invariance of attention", kexue.fm/archives/8823)
     "softmax_logn": Variant(EXP, scale=log_n_over_log_T),
     # Zuhri et al. 2025 (arXiv 2504.20966)
     "softpick": Variant(EXPM1, row_weights=softpick),  # EXPM1 names the kernel; it is not called
@@ -555,10 +556,11 @@ def attention_weights(
         to_key = rows.cumulative_log_forget[:, :, None]  # [B, H, 1, Lk]
         to_query = rows.cumulative_log_forget[:, :, -z.shape[2] :, None]  # [B, H, Lq, 1]
         z = z + (to_query - to_key)
-    masked_score = variant.phi.zero if variant.row_weights is None else -math.inf
-    z = torch.where(rows.visible_mask(), z, masked_score)  # no gradient passes masked scores
+    visible = rows.visible_mask()
     if variant.row_weights is not None:
+        z = torch.where(visible, z, -math.inf)
         return variant.row_weights(z, rows)
+    z = torch.where(visible, z, variant.phi.zero)  # no gradient passes masked scores
     if rows.sink is not None:  # becomes the last column
         sink = rows.sink.expand(*z.shape[:3], 1)
         z = torch.cat((z, sink), dim=-1)
@@ -571,7 +573,8 @@ def attention_weights(
     elif rows.p is None or variant.reweight is not relu_power:  # with p, relu_power does the l1
         A = l1_normalise(A, variant.phi.signed)
     A = variant.reweight(A, rows)
-    return A[..., : len(rows.kv_idx)]  # without the sink
+    n_keys = len(rows.kv_idx)
+    return A[..., :n_keys]  # without the sink
 
 
 def shift_of(variant: Variant, rows: Rows) -> Callable[[Tensor], Tensor] | None:

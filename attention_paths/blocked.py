@@ -51,8 +51,8 @@ def blocked(
 ) -> Tensor:
     """Return the output [B, H, Lq, d] of `ReferenceAttention.forward`.
 
-    A block is a few queries of a few sequences. It reads no keys beyond its last query, and none
-    before the window of its first.
+    A block is a few queries of a few sequences. It reads no keys after its last query's position,
+    and none before its first query's window.
     """
     B, H, Lq, _ = q.shape
     block = choose_block(attention, q, k)

@@ -123,16 +123,16 @@ def check_formulas(name: str, variant: Variant, n_head: int) -> None:
     context = Context(row_inputs=row_inputs)
     p = 2.0 if variant.needs_p else None
     attention = ReferenceAttention(variant, n_head, HEAD_SIZE, LENGTH, p=p).double()
-    learned = dict(attention.named_parameters()) | row_inputs | {"q": q, "k": k}
-    for x in learned.values():
+    leaves = dict(attention.named_parameters()) | row_inputs | {"q": q, "k": k}
+    for x in leaves.values():
         x.requires_grad_()
     check_shapes(name, variant, attention.rows(q, LENGTH, context))
     weights_of_call = call(name, attention.weights, q, k, context)
     check_weights(name, weights_of_call, (1, n_head, LENGTH, LENGTH))
     # weights may depend on no key, as uniform ones: 0 * k gives them a gradient
     all_weights = weights_of_call[0] + 0 * k.sum()  # [H, LENGTH, LENGTH]
-    check_parameters(name, all_weights, learned.values())
-    check_gradients(name, variant, all_weights, learned)
+    check_parameters(name, all_weights, leaves.values())
+    check_gradients(name, variant, all_weights, leaves)
     for row, weights in enumerate(all_weights.unbind(1), start=1):
         (gradient,) = torch.autograd.grad(weights.square().sum(), k, retain_graph=True)
         if weights[:, row:].any() or gradient[0, :, row:].any():
@@ -229,12 +229,12 @@ def check_blocks(
                 )
 
 
-def check_parameters(name: str, weights: Tensor, learned: Collection[Tensor]) -> None:
+def check_parameters(name: str, weights: Tensor, leaves: Collection[Tensor]) -> None:
     """Raise UserError if the weights depend on a parameter that is not the module's.
 
     No optimizer would train it.
     """
-    known = {id(x) for x in learned}
+    known = {id(x) for x in leaves}
     visited = set()
     nodes = [weights.grad_fn]
     while nodes:
@@ -256,7 +256,7 @@ def check_gradients(
     name: str,
     variant: Variant,
     weights: Tensor,
-    learned: dict[str, Tensor],
+    leaves: dict[str, Tensor],
 ) -> None:
     """Raise UserError if the gradient by a tensor is nan or infinite, or a scalar has none.
 
@@ -268,7 +268,7 @@ def check_gradients(
             "rows.q_idx - rows.kv_idx is negative for later keys and 0 for a row's own key; "
             "rows.distance() is 0 for both: take its log1p, not its log"
         )
-    for key, x in learned.items():
+    for key, x in leaves.items():
         (gradient,) = torch.autograd.grad(
             weights.square().sum(), x, retain_graph=True, allow_unused=True
         )

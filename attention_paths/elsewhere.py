@@ -17,7 +17,7 @@ def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> An
     """Let every causal self-attention of a transformers model use a variant; returns the model.
 
     Each layer gets a module `variant` with the variant's learned scalars, such as SSMax's s, so
-    attach it before the optimizer is made. `settings` are arguments of Attention, such as
+    call this before the optimizer is made. `settings` are arguments of Attention, such as
     trained_length (by default config.max_position_embeddings); window and softcap are refused,
     because the model sets them. Raises UserError for a variant that needs more than queries, keys
     and values, and for a model whose attention is not causal.
@@ -140,8 +140,8 @@ def read_positions(
     """The position of each query in its document [B, Lq], from the mask of its keys [B, Lq, Lk].
 
     With a window it is at most window - 1. Padding is a document of its own. None: a sequence is
-    one document. Raises UserError for a mask of other keys, and where position_ids restart within
-    a document of the mask.
+    one document. Raises UserError for a mask that is not causal within documents, and where
+    position_ids restart within a document of the mask.
     """
     Lq, Lk = mask.shape[1:]
     is_token = mask.diagonal(Lk - Lq, dim1=1, dim2=2)  # a query that does not see itself is padding

@@ -98,7 +98,7 @@ def fused(
         key_bias = -decay
         query_decay = decay[:, :, -q.shape[2] :]
         if variant.is_softmax and attention.p is None and not attention.has_sink:
-            # softmax is the same for all scores of a row shifted alike: no gradient to compute
+            # a constant added to all scores of a row does not change softmax: its gradient is 0
             query_decay = query_decay.detach()
         bias = query_decay if bias is None else query_decay + bias
     gain = None
@@ -128,7 +128,7 @@ def fused(
         p=float(attention.p or 0),
         scale=scale,
         shifted=entry.rectified or shift_of(variant, rows) is not None,
-        signed=variant.phi.signed and not entry.rectified,
+        signed=variant.phi.signed,
         window=window,
         softcap=attention.softcap,
         unit=variant.l2_normalise and decodes,

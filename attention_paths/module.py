@@ -90,7 +90,7 @@ class Attention(ReferenceAttention):
         Lk: int,
         context: Context,
     ) -> Rows:
-        """Return ReferenceAttention.rows; with log_base = a their scores grow by log_a(a + n)."""
+        """Return ReferenceAttention.rows; log_base = a multiplies their scores by log_a(a + n)."""
         rows = super().rows(q, Lk, context)
         if self.log_base is not None:
             growth = (rows.n + self.log_base).log() / math.log(self.log_base)  # like n
@@ -128,11 +128,12 @@ class Attention(ReferenceAttention):
         return self.impl == "auto" and self.is_plain_softmax(context) and masked and q.is_cuda
 
     def is_plain_softmax(self, context: Context) -> bool:
-        """Tell whether it is softmax at any scale, and no setting adds to its scores."""
-        adds_to_scores = (
-            self.softcap is not None
-            or self.alibi_heads > 0
-            or self.has_sink
-            or context.log_forget is not None
+        """Tell whether it is softmax at any scale, without a setting that SDPA cannot compute."""
+        return (
+            self.variant.is_softmax
+            and self.p is None
+            and self.softcap is None
+            and self.alibi_heads == 0
+            and not self.has_sink
+            and context.log_forget is None
         )
-        return self.variant.is_softmax and self.p is None and not adds_to_scores

@@ -16,8 +16,8 @@ ALL = slice(None)
 class Context:
     """What a layer's attention depends on besides q, k and v."""
 
-    # the factor on every score, the square of YaRN's attention factor: [1 or B, 1 or H, 1 or Lq, 1]
-    # where sequences, heads or documents differ
+    # the factor on every score, such as the square of YaRN's attention factor; where sequences,
+    # heads or documents differ, [1 or B, 1 or H, 1 or Lq, 1]
     score_scale: float | Tensor = 1.0
     row_inputs: dict[str, Tensor] = field(default_factory=dict)  # [B, H, Lq]: Variant.from_input
     log_forget: Tensor | None = None  # [B, H, Lk]: the logarithms of the keys' forget gates
@@ -198,8 +198,8 @@ class ReferenceAttention(nn.Module):
         """Return the Rows of queries q [B, H, Lq, d], the last Lq of Lk positions."""
         kv_idx = torch.arange(Lk, device=q.device)
         q_idx = kv_idx[Lk - q.shape[2] :, None]
-        # n is in float32 at least: bfloat16 cannot count past 256. It is no integer, because
-        # Inductor folds min(constant, index) into an expression that it cannot compare.
+        # n is in float32 at least: bfloat16 cannot count past 256. It is not an integer tensor,
+        # because Inductor folds min(constant, index) into an expression that it cannot compare.
         dtype = torch.promote_types(q.dtype, torch.float32)
         document_positions = context.document_positions
         if document_positions is None:

@@ -16,9 +16,9 @@ from attention_paths.sdpa import scale_q_and_k
 
 # FlashAttention's largest head.
 LARGEST_HEAD = 256
-# The shortest mean length, in tokens, of a batch's documents; FineWeb's mean is 690. It limits the
-# number of sequences, which is fixed, because torch.compile would recompile the model for another
-# number, and limited, because FlashAttention launches thread blocks even for empty sequences.
+# The shortest mean length, in tokens, of a batch's documents; FineWeb's mean is 690. It determines
+# the number of sequences. That number is fixed, because torch.compile would recompile the model for
+# another, and small, because FlashAttention launches thread blocks even for empty sequences.
 SHORTEST_MEAN = 32
 # A batch may have this many documents of any length: so few empty sequences cost little.
 ALWAYS_ROOM = 1024

@@ -1,4 +1,5 @@
-# As hybrid.py, with SSMax in a quarter of the heads, those without positions. The others see T / 2.
+# As hybrid.py, with SSMax in the heads without positions, here a quarter of the heads, and a window
+# of T / 2 in the local heads.
 # Results on text and recall in turn: docs/results.md, "Copies, and text with recall".
 attention = "ssmax"
 nope_share = 0.25

@@ -1,7 +1,8 @@
 """The fused kernels for a single query against a long cache.
 
 The cache is split into chunks, so that even one sequence fills the GPU. decode_scores computes the
-scores of a chunk, their sum and their maximum, decode_values what the chunk adds to the output.
+scores y of a chunk, their maximum, and the sum and the maximum of phi; decode_values computes what
+the chunk adds to the output.
 """
 
 import triton

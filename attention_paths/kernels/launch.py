@@ -63,11 +63,12 @@ INTERPRETED = triton.knobs.runtime.interpret
 # ---- block shapes ----
 
 # (BLOCK_M queries, BLOCK_N keys, warps, pipeline stages) of each tiled kernel, by the largest head
-# size that they fit. For bfloat16 they depend on the generation of GPU; for float32, which takes
-# twice the memory and, in full precision, more registers, on the precision. They are not autotuned
-# at run time: the order of summation depends on them, and all ranks of a run, and a resumed run,
-# must use the same shapes. They were chosen by instructions per score, spilled registers and shared
-# memory (python -m tests.compile_kernels). At most 128 keys: see softplus_total.
+# size that they fit. For bfloat16 they depend on the generation of GPU. For float32, which takes
+# twice the memory, they depend on the precision of products: full precision takes more registers.
+# They are not autotuned at run time: the order of summation depends on them, and all ranks of a
+# run, and a resumed run, must use the same shapes. They were chosen by instructions per score,
+# spilled registers and shared memory (python -m tests.compile_kernels). At most 128 keys: see
+# softplus_total.
 FORWARD = "forward"
 KEYS = "backward, keys"
 QUERIES = "backward, queries"
@@ -272,7 +273,7 @@ def _(q: Tensor, *others: Any, save: bool, p: float, **choices: Any):
 
 
 def decode(q: Tensor, out: Tensor, arguments: Arguments) -> None:
-    """Write the output of a single query, which sees all keys.
+    """Write the output of a single query, which sees every key, or every key of its document.
 
     The cache is split into enough chunks to fill the GPU.
     """

@@ -54,7 +54,7 @@ class Constants(NamedTuple):
     """What a kernel is compiled for. A choice that is None or False compiles to nothing."""
 
     D: int  # the head size
-    BLOCK_D: int  # the next power of 2
+    BLOCK_D: int  # D rounded up to a power of 2, at least 16
     SCALE: float  # of products
     SLOPE: float  # the function's derivative is SLOPE phi'(z)
     RECTIFIED: bool
@@ -226,7 +226,7 @@ def row_block(Q, K, V, H, GROUP, Lq, Lk, OPTIONAL, C, M, N):
 
 @triton.jit
 def visible_to(rows, keys, past, first_key, C):
-    """Whether rows see keys, which broadcast against them and against first_key, or None."""
+    """Whether rows see keys; rows, keys and first_key (None: no documents) broadcast."""
     visible = keys <= rows + past
     if C.WINDOW is not None:
         visible = visible & (keys > rows + past - C.WINDOW)
