@@ -1,5 +1,6 @@
 """A hash of what a layer's attention computes, to recognise results of other formulas."""
 
+import functools
 import hashlib
 
 import torch
@@ -49,7 +50,10 @@ def example_outputs(attention: Attention, forget: bool) -> list[Tensor]:
     H = attention.n_head
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64)
+        state = torch.default_generator.get_state()
+        numbers, state_after = draw(state.numpy().tobytes(), shape)
+        torch.default_generator.set_state(state_after)
+        return numbers.clone()
 
     attention.double()
     attention.impl = "reference"
@@ -82,3 +86,12 @@ def example_outputs(attention: Attention, forget: bool) -> list[Tensor]:
         )
         outputs.append(attention(q, k, v, context))
     return outputs
+
+
+@functools.lru_cache(256)  # layers of the same sizes take the same numbers, which are slow to draw
+def draw(state: bytes, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Draw normal random numbers from a generator's state; returns them and its next state."""
+    generator = torch.Generator()
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    numbers = torch.randn(shape, dtype=torch.float64, generator=generator)
+    return numbers, generator.get_state()

@@ -254,10 +254,15 @@ def words_file(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def no_fsync(monkeypatch):
-    """Skip syncs: there are thousands of small shards, and no test cuts the power."""
-    monkeypatch.setattr("runtime.files.os.fsync", lambda descriptor: None)
+@pytest.fixture(autouse=True, scope="session")
+def no_fsync():
+    """Skip syncs in this process: there are thousands of small files, and no test cuts the power.
+
+    Child processes, such as the runs of tests.faults that are killed at a sync, do sync.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.files.os.fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture
@@ -317,8 +322,9 @@ def scale(tmp_path):
 @pytest.fixture
 def commands(monkeypatch):
     """The training commands of scripts.reproduce and compare, run in this process; a list."""
-    from scripts.reproduce import planned
+    from scripts.reproduce import cost, planned
 
+    monkeypatch.setattr(cost, "MEASURED_SECONDS", 0.1)
     done = []
 
     def call(command):

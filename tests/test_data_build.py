@@ -20,8 +20,6 @@ from tests.corpora import (
     write_parquet,
 )
 
-pytestmark = pytest.mark.usefixtures("no_fsync")
-
 
 @pytest.mark.parametrize("shard_size, piece", [(1, 60), (97, 9), (97, 2000), (1000, 60)])
 def test_resume_after_every_shard(tmp_path, monkeypatch, shard_size, piece):

@@ -21,8 +21,6 @@ from tests.corpora import (
     write_parquet,
 )
 
-pytestmark = pytest.mark.usefixtures("no_fsync")
-
 
 def test_fineweb_shards(corpus, tmp_path, capsys):
     documents, folder = corpus

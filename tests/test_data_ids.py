@@ -13,8 +13,6 @@ from errors import UserError
 from tests.corpora import contents, stop_after_each_shard
 from tests.helpers import Malicious
 
-pytestmark = pytest.mark.usefixtures("no_fsync")
-
 
 @pytest.fixture
 def files(tmp_path):

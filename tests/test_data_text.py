@@ -16,8 +16,6 @@ from data.documents import Rules
 from data.tokenizer import get_tokenizer
 from tests.corpora import contents, stop_after_each_shard, write_parquet
 
-pytestmark = pytest.mark.usefixtures("no_fsync")
-
 
 @pytest.fixture
 def folder(tmp_path):

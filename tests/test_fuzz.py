@@ -249,7 +249,7 @@ USES = {
 
 
 @pytest.fixture
-def used(request, tmp_path, trained, shards, words_file, no_fsync):
+def used(request, tmp_path, trained, shards, words_file):
     """A folder's good file, and how to use the folder with another file in its place.
 
     Using it asserts that nothing beside the folder changes.
