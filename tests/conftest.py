@@ -25,7 +25,7 @@ from tests.runs import run_train
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Keep what the imports made out of every later garbage collection: a tenth of the time."""
+    """Keep what the imports made out of later garbage collections, a tenth of the tests' time."""
     gc.disable()
     result = yield
     gc.freeze()

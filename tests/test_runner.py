@@ -343,8 +343,8 @@ def test_an_evaluation_notices_other_shards_and_its_own_edits(shards, likeliest,
     assert "with other code; --again repeats it" in capsys.readouterr().out
 
 
-def test_all_versions_of_python_hash_code_alike(tmp_path):
-    """The hash is the one of Python 3.11, 3.12 and 3.13, which parse and print f-strings unlike."""
+def test_python_3_11_to_3_13_hash_code_alike(tmp_path):
+    """The three give this hash, though they parse and print f-strings differently."""
     file = tmp_path / "code.py"
     code = """
     def mean(self, *parts: dict[str, float], **more) -> "float":

@@ -216,7 +216,7 @@ def hash_code(file: Path) -> str:
 
 
 def syntax(node: object) -> object:
-    """Return a syntax tree without docstrings, in a form that all versions of Python give alike."""
+    """Return a syntax tree without docstrings, in a form that Python 3.11 to 3.13 give alike."""
     if isinstance(node, list):
         return [syntax(item) for item in node if not is_docstring(item)]
     if isinstance(node, ast.AST):
