@@ -136,7 +136,7 @@ def output_lost(how):
 
 
 def nohup(_):
-    """As the command of that name does it."""
+    """Ignore SIGHUP, as the command nohup does."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 

@@ -147,7 +147,7 @@ def reverse_shard(path: Path) -> None:
 
 
 def reverse_shards(folder: Path, split: str = "train") -> None:
-    """The same for all shards of a split."""
+    """Reverse the tokens of each shard of a split."""
     for path in folder.glob(f"*_{split}_*.bin"):
         reverse_shard(path)
 

@@ -56,8 +56,8 @@ SETTINGS = {
     "lssar_p3.py --document_mask --forget=True --softcap=3 --window=12": (21, 21),
 }
 
-# The tokens with which documents begin in the first sequence of a batch, at a tile's border and
-# within tiles, one of them of one token; and in the others, after several tiles less one token.
+# Where documents begin. In the first sequence of a batch: at a tile's border and within tiles; one
+# document has a single token. In the other sequences: at the last token of a tile of keys.
 STARTS = [5, 6, 16, 43, 127, 200]
 OTHER_STARTS = [63]
 
@@ -157,14 +157,14 @@ def kernels(case, d, *more):
 
 
 def in_float64(case, d, *more):
-    """What the others are compared with: the reference path in float64."""
+    """The truth of comparisons: the reference path in float64."""
     return build_layer(case, d, REFERENCE, *more).double()
 
 
 def layer_output(layer, q, k, v, log_forget=None, formula=None):
-    """The layer's output on the CPU, of inputs there, or that of formula(layer, q, k, v, context).
+    """The output of the layer, or of formula(layer, q, k, v, context): from the CPU to the CPU.
 
-    With document_mask it is within STARTS' documents.
+    With document_mask attention stays within the documents of `document_positions`.
     """
     positions = None
     if layer.document_mask:
@@ -191,10 +191,10 @@ def decode(layer, q, *others):
 
 
 def evaluate(layer, tensors, formula=None):
-    """The output and the gradients by q, k, v and every parameter, by name, flat, in float64.
+    """The output of the layer, or of formula(layer, q, k, v, context), and its gradients.
 
-    Of the layer, or of formula(layer, q, k, v, context). Forget gates may follow v; the output's
-    gradient is last.
+    Both by name, flat, in float64; gradients are by the inputs and every parameter. `tensors` are
+    q, k, v, perhaps forget gates, and the output's gradient.
     """
     *inputs, gradient = tensors
     inputs = [x.detach().requires_grad_() for x in inputs]  # a clone would be contiguous

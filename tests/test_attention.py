@@ -739,8 +739,8 @@ def test_a_variant_that_cannot_be_computed_or_trained_is_refused(variant, messag
         build_attentions(small_config("softmax.py --attention=own"), layer=0)
 
 
-def test_a_bias_of_the_reader_may_differ_between_heads_and_keys(small_blocks, monkeypatch):
-    """ALiBi as a row, in blocks of 4 queries, against the setting."""
+def test_the_bias_of_a_users_variant_may_differ_between_heads_and_keys(small_blocks, monkeypatch):
+    """ALiBi as a variant, in blocks of 4 queries, against the setting."""
 
     def bias(rows):
         slope = 2.0 ** (-8 * (rows.head + 1) / len(rows.head))

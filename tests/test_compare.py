@@ -150,7 +150,7 @@ def test_one_run_evaluated_in_two_ways(compared, commands):
     assert rows["softmax:plain_rope"]["runs"][0]["evaluation"]["rope"] == "none"
 
 
-def test_a_window_that_is_a_share_is_of_the_scales_training_length(compared, commands, tmp_path):
+def test_a_window_that_is_a_share_is_of_the_scales_training_length(compared, tmp_path):
     """A copy of swa.py is the same experiment as swa.py, and an int is tokens."""
     swa = CONFIGS / "swa.py"
     copy = shutil.copy(swa, tmp_path / "copy.py")
@@ -179,8 +179,9 @@ def test_an_earlier_checkpoint_does_not_stand_for_a_damaged_one(compared, tmp_pa
     (run / "eval_length.json").unlink()
     *_, before, last = sorted(run.glob("step_*.pt"))
     last.write_bytes(last.read_bytes()[:1000])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stop:
         compared(SOFTMAX, LSSAR, "--lengths=16")
+    assert stop.value.code == 1
     step = int(last.stem.removeprefix("step_"))
     printed = capsys.readouterr().out
     assert f"{run}: the checkpoint of step {step} cannot be read" in printed
@@ -211,7 +212,7 @@ def test_runs_of_other_data_are_not_paired(compared, commands, shards, tmp_path,
 
 
 def test_a_run_of_other_settings_or_initial_weights_is_not_paired(train):
-    """Nor a run with another rate in between, even if its settings are those of the plan again."""
+    """Nor a run that had another rate in between, even if its settings now equal the plan's."""
     run = train("run", "--max_iters=3")
     resume = ("run", "--resume")
     train(*resume, "--max_iters=6")
@@ -414,7 +415,7 @@ def committed(commit, recall_scale):
 
 
 def test_committed_rows_stand_beside_a_single_config(
-    committed, compared, commands, recall_scale, mine, capsys, call
+    committed, compared, commands, recall_scale, mine, call
 ):
     arguments = (f"--scale={recall_scale}", "--lengths=64,256")
     folder = compared(mine, *arguments)

@@ -315,7 +315,10 @@ def test_help_and_refusals_do_not_wait_for_torch(argument):
         capture_output=True,
         text=True,
     )
-    if argument != "--help":
+    if argument == "--help":
+        assert done.returncode == 0
+        assert "  --learning_rate=" in done.stdout
+    else:
         assert done.returncode == 2
         assert "did you mean learning_rate" in done.stderr
         assert "Traceback" not in done.stderr

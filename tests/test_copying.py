@@ -134,6 +134,9 @@ def test_the_command(shards, call, tmp_path, capsys, refused):
     refused(call, copying, runs[0], "--lags=1000", says=says)
     short = build_model(small_config("softmax.py", "--block_size=4", f"--data_dir={shards}"))
     refused(call, copying, saved_run(tmp_path / "short", short), says="T must be at least 8")
+
+
+def test_lags_end_with_the_learned_positions(shards, call, tmp_path):
     learned = build_model(small_config("softmax.py", "--positions=learned", f"--data_dir={shards}"))
     run = saved_run(tmp_path / "learned", learned)
     call(copying, run, "--passages=5")

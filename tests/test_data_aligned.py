@@ -1,4 +1,4 @@
-"""Aligned windows: each begins at a document, and they are those of a best fit by hand."""
+"""Aligned windows: each begins at a document, and a best fit by hand gives the same windows."""
 
 import numpy as np
 import pytest

@@ -144,7 +144,7 @@ def test_the_shards_are_the_same_from_the_hub_and_from_disk(corpus, tmp_path, hu
     assert meta["source"] == f"{repo} sample-10BT train text"
 
 
-def test_edited_files_of_the_same_size_are_noticed(tmp_path, call, capsys, refused):
+def test_edited_files_of_the_same_size_are_noticed(tmp_path, call, refused):
     source = tmp_path / "x.parquet"
     out = tmp_path / "out"
     arguments = (call, fineweb, "--parquet", source, "--out_dir", out, "--shard_size=1000")

@@ -112,7 +112,7 @@ def save_characters(folder, itos, count=30):
 
 
 def test_characters(tmp_path, monkeypatch, refused):
-    """meta.pkl becomes the tokenizer of the shards, and the default folder is that of the ids."""
+    """meta.pkl becomes the shards' tokenizer; their folder is named as the folder of the ids."""
     arguments = save_characters(tmp_path / "shakespeare_char", dict(enumerate(CHARACTERS)))
     monkeypatch.chdir(tmp_path)
     text.main(arguments)

@@ -369,7 +369,7 @@ def test_linked_folders_are_entered_once(tmp_path):
     assert names == ["a.txt", "link/deep/b.txt"]
 
 
-def test_a_name_that_is_not_utf8_is_printed(capsys, tmp_path, folder):
+def test_a_name_that_is_not_utf8_is_printed(capsys, folder):
     name = os.fsdecode(b"caf\xe9.txt")
     source = inspect(("a.txt", folder / "00.txt"))[0]
     text.print_names("training", [replace(source, name=name)])

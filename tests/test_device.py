@@ -89,7 +89,14 @@ def test_bfloat16_is_automatic_only_where_the_named_gpu_computes_it(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert device.pick_dtype("auto", torch.device("cuda", 0)) == torch.float16
     assert device.pick_dtype("auto", torch.device("cuda", 1)) == torch.bfloat16
-    assert not device.pick_compile(None, torch.device("cuda"), many_graphs=True)
+
+
+def test_models_are_compiled_on_cuda_unless_their_graphs_are_many(monkeypatch):
+    monkeypatch.setattr(device, "check_compiler", lambda place: None)
+    cuda = torch.device("cuda")
+    assert device.pick_compile(None, cuda)
+    assert not device.pick_compile(None, cuda, many_graphs=True)
+    assert not device.pick_compile(None, torch.device("cpu"))
 
 
 # ---- a GPU that torch cannot use ----
@@ -312,7 +319,7 @@ def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):
     assert (run / "uncommitted_000200.patch").read_bytes() == patch
     (repository / "mine.py").unlink()
     git(repository, "checkout", "model.py")
-    # a start without changes does not hide those of an earlier one
+    # a start without changes does not hide the changes of an earlier start
     git(repository, "commit", "--allow-empty", "-m", "later")
     started(run, 400)
     resumed = json.loads((run / "environment.json").read_text())

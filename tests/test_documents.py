@@ -126,7 +126,7 @@ def test_every_path_computes_each_document_alone(case, forget, small_blocks):
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_gradient_crosses_the_bounds_of_a_document(case):
-    """Nor does it come from later tokens: exactly 0, in each row by itself."""
+    """Weights and gradients beyond a document are exactly 0, in the row of its last query."""
     attn = build(case, "--attention_impl=reference").double()
     q, k, v = leaves(*draw(16, 16, H=2))
     A = attn.weights(q, k, packed_context({}, None))

@@ -259,9 +259,9 @@ def test_what_would_compute_another_attention_is_refused(build):
 
 def test_what_a_variant_needs_is_refused_at_once(build):
     for name, settings, says in (
-        ("asentmax", {}, "layer's"),
-        ("lssa", {"window": 4}, "cap"),
-        ("lss", {}, "lssa"),
+        ("asentmax", {}, "attention = 'asentmax' reads the layer's input"),
+        ("lssa", {"window": 4}, "the window and the soft cap are the model's: set them in its"),
+        ("lss", {}, r"attention = 'lss'; did you mean lssa\?"),
         ("lssar", {"p": 0.5}, "p = 0.5 must be at least 1"),
     ):
         model = build()

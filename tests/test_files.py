@@ -67,6 +67,29 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
         pass
 
 
+def test_a_file_is_synced_before_its_rename_and_the_folder_after_it(tmp_path, monkeypatch):
+    """No kill shows that a sync is missing, a power cut would."""
+    operations = []
+    replace = os.replace
+
+    def fsync(descriptor):
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            operations.append("sync the folder")
+        else:
+            operations.append(f"sync {status.st_size} bytes")
+
+    def rename(source, target):
+        operations.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    monkeypatch.setattr(files.os, "replace", rename)
+    with files.atomic_write(tmp_path / "file") as file:
+        file.write(b"content")
+    assert operations == ["sync 7 bytes", "rename", "sync the folder"]
+
+
 def test_a_network_share_that_cannot_sync_folders(tmp_path, monkeypatch):
     real = os.fsync
 

@@ -131,7 +131,7 @@ def test_the_schedule_and_the_settings_are_the_papers(run, squad, call, tmp_path
     assert config.attention == "lssar"
     assert config.p == 3
 
-    # the first loss is that of the base, summed over an answer and averaged over examples
+    # the first loss is the base model's, summed over an answer and averaged over examples
     model = build_model(config).eval()
     checkpoint.load_weights(model, run)
     examples = finetune_squad.encode_all(finetune_squad.read_squad(squad), config)

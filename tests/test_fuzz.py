@@ -233,7 +233,7 @@ def run_training(*arguments):
 
 
 def run_command(module, *arguments):
-    """A command's main, in this process: it works, or refuses in one sentence."""
+    """Call a command's main in this process; what it refuses raises UserError."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
         module.main.__wrapped__()

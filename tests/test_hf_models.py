@@ -1,4 +1,4 @@
-"""Tiny random models of transformers: their losses by length, and beside a window."""
+"""Tiny random models of transformers: losses by length, copies, the sink, refusals."""
 
 import codecs
 import json
@@ -295,7 +295,7 @@ def test_what_sdpa_leaves_out_is_computed(save, text_file):
 @pytest.mark.parametrize("longest, window", [(16, None), (64, 16)])
 @pytest.mark.parametrize("scaling, kind", [("yarn", "yarn"), ("dynamic_ntk", "dynamic")])
 def test_another_scaling_of_rope(save, text_file, scaling, kind, longest, window):
-    """From the training length, which is that of the model or, if it is given, the window."""
+    """RoPE is scaled from the training length: the model's or, if it is given, the window."""
     folder = save("Llama", max_position_embeddings=longest)
     options = eval_length.LossByLength(
         files=[str(text_file)],

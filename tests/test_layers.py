@@ -1,6 +1,7 @@
 """What each module of the repository may import: from modules below it, never in a circle."""
 
 import ast
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -88,6 +89,11 @@ def test_imports_run_downwards_and_in_no_circle():
                 is_below = HEIGHT[entry_of(other)] < HEIGHT[entry]
                 assert is_below, f"{module} imports {other}, not below it"
     TopologicalSorter(imports).prepare()  # raises for a circle
+
+
+def test_attention_imports_torch_alone():
+    modules = {name.partition(".")[0] for name in imports_of(ROOT / "attention.py")}
+    assert modules - sys.stdlib_module_names == {"torch"}
 
 
 def test_init_files_are_empty():

@@ -65,7 +65,7 @@ def test_the_estimate_is_near_the_allocators_peak(name, sequences, peak, eager_p
         (16, ("--compile=False",), 8),
         (24, ("--block_size=8192",), 4),
         (1, (), 1),
-        (1, ("--batch_size=48",), 32),  # as the user says
+        (1, ("--batch_size=48",), 32),  # memory does not limit a size that the user sets
     ],
 )
 def test_the_micro_batch_is_the_largest_divisor_that_fits(gpu, gigabytes, settings, fitting):

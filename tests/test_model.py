@@ -401,7 +401,7 @@ def context_by_formula(config, layer, x, score_scale):
 
 
 def hybrid_by_formula(layer, nope, q, k, v, context):
-    """[B, H, L, d]: the first `nope` heads see all keys, the others those of a local window."""
+    """[B, H, L, d]: the first `nope` heads see all keys, the others a local window."""
     H = q.shape[1]
     outputs = []
     if nope > 0:  # no RoPE, so no factor of YaRN

@@ -2,7 +2,7 @@
 
 tests/textbook.py evaluates the formula twice on the same inputs: in the dtype under test, with
 every number rounded to it, and in float64, which is the truth. The error of Attention, in value and
-in every gradient, is at most twice that of the first, up to the floors below.
+in every gradient, is at most twice the formula's error in the dtype under test, plus a floor.
 """
 
 import functools
@@ -93,7 +93,7 @@ class Evaluations:
 @pytest.mark.parametrize("case", ROWS)
 def test_at_most_twice_the_error_of_the_formula_in_the_same_dtype(case, dtype):
     for i, (L, window) in enumerate(SIZES):
-        # each pair of length and head size in about a third of the rows; other rows do not matter
+        # each length meets each head size in about a third of the rows; a new row changes no other
         hash_of_row = zlib.crc32(case.encode())
         head_size = (16, 64, 128)[(i + hash_of_row) % 3]
         evaluations = Evaluations(case, head_size, window)

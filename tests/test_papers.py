@@ -62,6 +62,8 @@ def test_every_entry_of_the_papers_has_a_config(name):
         tables = paper.get("scales", {"": paper.get("rows")})
         names_of_paper = set().union(*tables.values())
         assert names & names_of_paper
+        if experiment.title.startswith("LSSAR Table"):  # other experiments have a part of its rows
+            assert names == names_of_paper
 
 
 @pytest.mark.parametrize("variant", NORM_AND_PAIRS)

@@ -42,7 +42,7 @@ def read(task, tokens):
     if task == "mqar":
         return read_mqar(tokens)
     targets = [-100] * len(tokens)
-    values = {}  # those of each key, in order
+    values = {}  # the values of each key, in order
     for i, token in enumerate(tokens):
         if token < 192:
             values.setdefault(token // 16, []).append(token % 16)

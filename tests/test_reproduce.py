@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from scripts.common.papers import LSSAR, SSMAX
 from scripts.reproduce import planned, tables
 from scripts.reproduce.cost import duration
 from scripts.reproduce.entries import (
-    FILES,
     SOFTMAX_BEFORE_F,
     SSMAX_E,
     SSMAX_F,
@@ -33,7 +33,7 @@ from scripts.reproduce.entries import (
     open_scale,
     with_p,
 )
-from tests.helpers import SMALL, not_blank, read_table, small_config
+from tests.helpers import CONFIGS, ROWS, SMALL, not_blank, read_table, small_config
 from tests.runs import ROOT, wait_for
 
 
@@ -137,7 +137,7 @@ def test_runs_of_other_processes_are_left_to_them(tmp_path, monkeypatch, capsys)
     assert "third starts from" in failures[1]
 
 
-def test_what_fails_does_not_stop_the_others(reproduced, commands, tmp_path, monkeypatch):
+def test_what_fails_does_not_stop_the_others(reproduced, tmp_path, monkeypatch):
     call = planned.call
     losses = eval_length.mean_losses
 
@@ -188,9 +188,11 @@ def test_a_table_leaves_out_runs_with_other_settings(reproduced, scale):
         (["ssmax_figure5", "--scale=tiny"], ["599 validation tokens", "2500"]),
     ],
 )
-def test_refusals_come_before_any_work(reproduced, commands, arguments, parts, refused):
+def test_refusals_come_before_any_work(reproduced, commands, tmp_path, arguments, parts, refused):
     refused(reproduced, *arguments, says=parts)
     assert not commands
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "results").exists()
 
 
 def test_a_plan_needs_no_data(reproduced, commands, tmp_path, capsys):
@@ -282,8 +284,10 @@ def test_t6_has_its_own_heads_at_each_scale():
 
 
 def test_an_entry_called_as_a_config_is_this_config():
-    for name, file in FILES.items():
-        assert config_entry(name).file == file
+    for row in (*ROWS, "t6.py", "t6_lssar_p15.py"):
+        name = Path(row).stem
+        assert config_entry(name).name == name
+        assert config_entry(name).config == load_config([str(CONFIGS / row)])
     scale = open_scale("tiny", "out")
     for entry in (
         tables.RECALL["no positions"]["softmax"],

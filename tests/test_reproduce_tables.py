@@ -72,7 +72,7 @@ def test_a_run_evaluated_in_several_ways(reproduced, commands, tmp_path, undrawn
     assert measurements.read_bytes() == before
 
 
-def test_headroom(reproduced, scale, commands, tmp_path, undrawn, monkeypatch):
+def test_headroom(reproduced, scale, commands, tmp_path, undrawn):
     """Softmax trained at 4 T and 16 T on as many tokens a step, against softmax's own window."""
     shorter = scale.read_text().replace("block_size = 16", "block_size = 8")
     scale.write_text(shorter)

@@ -259,7 +259,7 @@ def test_the_length_of_needle_scores():
     assert replace(evaluation, score_length=9000).score_length_of((1024, 4096)) == 9000
 
 
-def test_needles_of_several_runs(run, text, call, tmp_path, monkeypatch, pictures):
+def test_needles_of_several_runs(run, text, call, tmp_path, pictures):
     other = shutil.copytree(run, tmp_path / "other")
     options = ["--lengths=200", "--samples=2", "--score_length=240", "--score_trials=2"]
     call(needle, run, other, *options, f"--data_dir={text['bytes']}")

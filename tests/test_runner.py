@@ -244,7 +244,8 @@ def other_formula(monkeypatch):
 def test_an_edited_formula_is_remeasured(run, call, pictures, other_formula, monkeypatch, capsys):
     def losses(*options):
         call(eval_length, run, "--lengths=128", "--tokens=128", *options)
-        return [one["parts"]["128 tokens"]["loss"] for one in measured_losses(run)]
+        measurements = measured_losses(run)
+        return [measurement["parts"]["128 tokens"]["loss"] for measurement in measurements]
 
     before = losses()
     assert "other code" not in capsys.readouterr().out

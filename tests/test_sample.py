@@ -20,7 +20,8 @@ def test_sample_prints_text_that_goes_on_from_the_prompt(trained, call, capsys, 
     assert printed() == text
     assert printed("--seed=7") != text
     assert printed("--top_k=1", "--temperature=5") == printed("--temperature=0")
-    refused(call, sample, trained, "--max_new_tokens=0", says="must be")
+    says = "--max_new_tokens = 0 must be at least 1"
+    refused(call, sample, trained, "--max_new_tokens=0", says=says)
     refused(
         call, sample, trained, "--temperature=inf", says="must be a number between -2**63 and 2**63"
     )

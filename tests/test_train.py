@@ -590,7 +590,7 @@ def test_a_diverged_run_continues_past_its_step(train, tmp_path, capsys, monkeyp
     assert rates[4] == 0.02
     assert rates[5] == rates[8] == 0.01
     seen = batches[:6]
-    for batch in batches[6:]:  # those of steps 4 and 5 are not repeated
+    for batch in batches[6:]:  # the batches of steps 4 and 5 are not repeated
         assert not any(torch.equal(batch, other) for other in seen)
         seen.append(batch)
     assert len(seen) == 10
