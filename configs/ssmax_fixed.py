@@ -1,2 +1,2 @@
-# SSMax (c): softmax of log n s / sqrt d, s = q . k, no learned factor (curves: Figs. 4 to 8)
+# SSMax (c): softmax of log n (q . k) / sqrt d, without a learned factor (curves: Figs. 4 to 8)
 attention = "ssmax_fixed"

@@ -1,2 +1,2 @@
-# Ours: LSSAR taken apart, with SSMax's scale: softplus(log n s / sqrt d), l1, s = q . k
+# Ours: LSSAR taken apart, with SSMax's scale without s: softplus(log n (q . k) / sqrt d), l1
 attention = "softplus_logn"

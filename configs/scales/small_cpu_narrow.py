@@ -1,4 +1,5 @@
-# small_cpu.py with the blocks of tiny.py, 0.8M parameters, to test whether size matters.
+# small_cpu.py with the blocks of tiny.py, to test whether size matters: 1.8M parameters, of which
+# the blocks have 0.8M.
 from configs.scales.small_cpu import *
 
 n_layer = 4
