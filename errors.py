@@ -45,7 +45,19 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a mistake as one sentence, an unknown option with the nearest known one."""
+    """Reports a mistake as one sentence, an unknown option with the nearest known one.
+
+    Expands the ~ of --option=~/path, as train.py does: a shell leaves it.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        expanded = []
+        for argument in sys.argv[1:] if args is None else args:
+            option, equals, value = argument.partition("=")
+            if option.startswith("--") and value.startswith("~/"):
+                value = os.path.expanduser(value)
+            expanded.append(option + equals + value)
+        return super().parse_known_args(expanded, namespace)
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: --(\w+)", message)

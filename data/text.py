@@ -289,6 +289,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--within", type=int, metavar="T", help="the training length")
     args = parse_options(parser, argv, tokenizer="bytes")
 
+    if args.val and not args.paths:  # --val takes all paths behind it
+        raise UserError("--val needs PATHS to train on, which stand before --val")
     if (args.repeat is None) != (args.within is None):
         raise UserError("--repeat SHARE and --within T need each other")
     repeats = args.repeat is not None

@@ -144,7 +144,7 @@ class Saver:
         self.intact = [path for path in checkpoints(run) if step_of(path) <= last_intact]
         self.thread = ThreadPoolExecutor(1)
         self.pending = self.thread.submit(lambda: None)
-        self.last_failed = False
+        self.has_failed = False  # a write, since a step_*.pt was written
 
     @property
     def newest_step(self) -> int:
@@ -155,17 +155,17 @@ class Saver:
         """Copy the state to host memory, then write it in the background, as a "step" or "best".
 
         First waits for the previous checkpoint. Where writing it failed, as on a disk that is full
-        for a while, a warning says so; raises UserError if the one before had failed too.
+        for a while, a warning says so; raises UserError if another has failed since the last
+        step_*.pt was written: best.pt, which is smaller, may fit where they do not.
         """
         if rank() > 0:
             return
         try:
             self.wait()
-            self.last_failed = False
         except UserError as error:
-            if self.last_failed:
+            if self.has_failed:
                 raise
-            self.last_failed = True
+            self.has_failed = True
             print(f"warning: a checkpoint is missing: {error}", file=sys.stderr)
         content = io.BytesIO()
         torch.save(msgspec.structs.asdict(state), content)
@@ -185,6 +185,7 @@ class Saver:
             file.write(content.getbuffer())
         if path.name == "best.pt":
             return
+        self.has_failed = False
         self.intact = [path, *(old for old in self.intact if old != path)]
         keep = set(self.intact[: self.config.keep_last])
         if self.config.keep_every:

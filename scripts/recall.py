@@ -150,8 +150,8 @@ class Recall(LengthEvaluation):
             "recall_by_distance": draw_by_length(measurements, title, by_distance, x, PERCENT),
         }
 
-    def is_shown(self, result: dict) -> bool:
-        """Whether a run has learned its task, or is opened in another way than it was trained."""
+    def is_changed(self) -> bool:
+        """Whether an option may lower a run's accuracy at its training length too."""
         opened = (
             self.window,
             self.p,
@@ -160,7 +160,14 @@ class Recall(LengthEvaluation):
             self.rope_theta,
             self.log_base,
         )
-        return has_learned(result) or any(opened)
+        return any(opened)
+
+    def is_shown(self, result: dict) -> bool:
+        """Whether a run has learned its task, or is opened in another way than it was trained."""
+        return has_learned(result) or self.is_changed()
+
+    def summarise(self, parts: dict[str, dict]) -> dict:
+        return {"changed": self.is_changed()}
 
     def table_rows(self, name: str, result: dict) -> list[list[str]]:
         """A run's accuracy at each length and, for sort, the authors' measure: whole sequences."""

@@ -241,6 +241,32 @@ def test_a_failed_write_costs_one_checkpoint(tmp_path, monkeypatch, capsys):
     assert checkpoint_names(tmp_path) == ["step_000002.pt"]
 
 
+def test_best_weights_do_not_make_up_for_checkpoints_that_fail(tmp_path, monkeypatch):
+    """The disk has room for best.pt alone, from which no run can be resumed."""
+    real = checkpoint.atomic_write
+
+    @contextmanager
+    def write(path):
+        with files.writing(path):
+            if path.name != "best.pt":
+                raise OSError(errno.ENOSPC, "No space left on device")
+        with real(path) as file:
+            yield file
+
+    monkeypatch.setattr(checkpoint, "atomic_write", write)
+
+    def state(step):
+        return checkpoint.State(model={}, step=step, config={})
+
+    with closing(checkpoint.Saver(tmp_path, Config(), None)) as saver:
+        saver.save("step", state(1))
+        saver.save("best", state(2))
+        saver.save("step", state(3))
+        with pytest.raises(UserError, match=r"step_000003.pt: cannot be written"):
+            saver.save("best", state(4))
+    assert checkpoint_names(tmp_path) == ["best.pt"]
+
+
 def test_a_step_that_becomes_the_last_one_is_validated_and_saved_again(train):
     """Its checkpoint knows the lowest loss, so no worse weights replace best.pt later."""
     settings = ("--checkpoint_interval=2", "--eval_interval=100", "--keep_last=3")

@@ -1,6 +1,7 @@
 """Configs compared with the first one: their runs, the paired differences, the table."""
 
 import json
+import os
 import shutil
 import statistics
 
@@ -229,6 +230,18 @@ def test_a_run_of_other_settings_or_initial_weights_is_not_paired(train):
     assert plan.difference() == "learning_rate = 0.001 from step 6 on"
 
 
+def test_a_run_from_weights_that_were_trained_on_is_not_paired(train):
+    """The runs of further seeds would begin with other weights."""
+    base = train("base", "--max_iters=3")
+    run = train("run", "--max_iters=3", f"--init_from={base}")
+    plan = planned.PlannedRun(run_folder.read_config(run), [])
+    assert plan.difference() is None
+    train("base", "--resume", "--max_iters=6")
+    assert plan.difference() == f"initial weights that differ from {base}"
+    shutil.rmtree(base)  # which a finished run does not need
+    assert plan.difference() is None
+
+
 def test_a_run_on_other_recall_sequences_is_not_paired(train, monkeypatch):
     """As of an edited task."""
     run = train("run", *RECALL)
@@ -276,6 +289,14 @@ def test_a_config_file_that_is_edited_after_its_run_is_measured_as_it_was(
     monkeypatch.setattr(planned, "call", call_and_break)
     folder = compared(SOFTMAX, mine, "--lengths=16")
     assert list(read_table(folder)["rows"]) == ["softmax", "mine"]
+
+
+def test_runs_and_tables_in_the_home_folder():
+    """A shell leaves the ~ of --out=~/runs."""
+    parser = report.build_parser("scripts.compare", "", "")
+    options = parser.parse_args(["--scale=tiny", "--out=~/runs", "--results=~/tables"])
+    assert options.out == os.path.expanduser("~/runs")  # as of train.py
+    assert options.results == os.path.expanduser("~/tables")
 
 
 def test_two_files_of_one_name_are_refused(compared, commands, mine, tmp_path, refused):
@@ -535,6 +556,9 @@ def test_results_of_another_training_are_not_shown(
     refused(*arguments, mine, str(longer), says=says)
     says = "was trained with learning_rate = 0.01, not 0.004 as mine,learning_rate=0.004"
     refused(*arguments, mine, "--learning_rate=1e-2,4e-3", says=says)
+    # the scale's initial weights are those of all entries
+    recall_scale.write_text(f"{recall_scale.read_text()}init_from = 'out/base'\n")
+    refused(*arguments, mine, says="was trained with init_from = '', not 'out/base'")
     assert not commands
 
 

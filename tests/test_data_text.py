@@ -228,6 +228,7 @@ def test_mistakes_are_refused_before_files_are_read(tmp_path, monkeypatch, refus
         (f"--out_dir={path}", "no file can be written there"),
     ):
         refused(run_text, path, option, says=says)
+    refused(run_text, "--val", path, path, says="PATHS to train on, which stand before --val")
 
 
 def test_nulls_and_marks(tmp_path, capsys, refused):

@@ -1,6 +1,7 @@
 """Loss at lengths beyond the training length."""
 
 import json
+import math
 import re
 import shutil
 
@@ -389,6 +390,12 @@ def test_runs_of_a_table_have_the_same_text(save_untrained, call, shards, tmp_pa
     call(eval_length, run, longer, "--lengths", "16,64")
     for path in (run, longer):
         assert measured_losses(path)[0]["tokens"] == 128
+
+
+def test_a_loss_that_is_not_finite_has_no_standard_error():
+    errors = [math.nan, 0.25, None, math.inf, 0.5]
+    assert eval_length.error_range(errors) == "0.2500 to 0.5000"
+    assert eval_length.error_range([math.nan]) == ""
 
 
 def test_a_small_model_is_measured_on_fewer_tokens():

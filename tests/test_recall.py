@@ -308,6 +308,17 @@ def test_a_table_has_no_accuracy_below_the_training_length():
     assert kinds.accuracies_if_learned(measured) == [None, 80.0]
 
 
+def test_a_table_has_all_accuracies_with_another_p():
+    """As the command, since p may lower the accuracy at the training length."""
+    measured = {
+        "trained_length": 64,
+        "parts": {"64": {"accuracy": 0.8}, "128": {"accuracy": 0.5}},
+    }
+    for options, expected in (({"p": 3.0}, [80.0, 50.0]), ({"rope": "none"}, [80.0, None])):
+        measured |= recall.Recall(**options).summarise(measured["parts"])
+        assert kinds.accuracies_if_learned(measured) == expected
+
+
 def test_a_distance_of_few_answers_is_not_drawn():
     judged = {
         "4": {"answers": 30, "accuracy": 0.5},

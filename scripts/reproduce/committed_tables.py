@@ -40,8 +40,9 @@ def conditions(scale: Scale, entries: Sequence[Entry]) -> dict:
     """
     config = scale.config
     settings = settings_of(config)
+    keys = [key for key in LEARNED if key not in ("seed", "data_dir")]
     return {
-        "settings": {key: settings[key] for key in LEARNED if key not in ("seed", "data_dir")},
+        "settings": {key: settings[key] for key in (*keys, "init_from")},
         "data": identity_of(config),
         "differing": sorted({key for key, _, _ in training_changes(scale, entries)}),
     }

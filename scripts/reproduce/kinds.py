@@ -294,8 +294,11 @@ def recall(
 
 
 def accuracies_if_learned(measured: dict) -> list[float | None]:
-    """Return the accuracy in percent at each length; if the task is not learned, only at 1x."""
-    known = has_learned(measured)
+    """Return the accuracy in percent at each length; if the task is not learned, only at 1x.
+
+    All of them if the run is opened with another p or attention, which may lower it at 1x.
+    """
+    known = has_learned(measured) or measured.get("changed")
     trained = measured["trained_length"]
     shares = accuracies(measured).items()
     return [share if known or length == trained else None for length, share in shares]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from layers.heads import check_attention
 from runtime import checkpoint, metadata, run_folder
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import is_locked, read_json
+from runtime.nanogpt import NANOGPT
 
 POLL_SECONDS = 0.5
 # What torchrun passes on to its processes.
@@ -108,8 +110,23 @@ class PlannedRun:
                 return f"initial weights that differ from {self.base.folder}"
         elif initial := metadata.init_from_difference(self.folder, self.config.init_from):
             return f"{initial} as its start, not init_from = {self.config.init_from!r}"
+        elif is_replaced(self.config.init_from, began.began_with):
+            return f"initial weights that differ from {self.config.init_from}"
         data = metadata.data_difference_of(self.folder, self.config)
         return data or metadata.formulas_difference(self.folder, self.config)
+
+
+def is_replaced(init_from: str, began_with: dict | None) -> bool:
+    """Tell whether init_from now has other weights than a run began with.
+
+    False where either is not known: the weights are gone, or of Hugging Face.
+    """
+    if began_with is None:
+        return False
+    with suppress(UserError):
+        weights = checkpoint.find(init_from.removeprefix(NANOGPT), quiet=True)
+        return weights.id != began_with
+    return False
 
 
 def comparable(config: Config) -> dict:
