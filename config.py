@@ -221,7 +221,9 @@ class Config:
         "'bfloat16' is faster.",
     )
     compile: bool | None = setting(
-        None, "Use torch.compile. None: on CUDA, except for recall on the blocked path."
+        None,
+        "Use torch.compile. None: on CUDA, except for recall on the blocked path or by SDPA with a "
+        "mask.",
     )
     batch_size: NonNegativeInt = setting(
         0,

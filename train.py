@@ -40,6 +40,7 @@ from evaluation import mean_loss
 from layers.build import build_model
 from layers.heads import check_attention
 from layers.selfcheck import check_kernels
+from layers.windows import with_window
 from model import GPT, compile_model
 from optim import build_optimizers, build_scaler, learning_rate, set_learning_rate, step_if_finite
 from runtime import checkpoint, metadata, resuming
@@ -288,8 +289,10 @@ def check_capacity(config: Config, documents_per_sequence: float) -> None:
 
 def compile_and_distribute(model: GPT, config: Config, attention_path: str) -> LossFn:
     """Return the model as a loss function: compiled if the settings ask, in DDP under torchrun."""
-    # on the blocked path each length would compile another graph
-    many_graphs = config.varied_lengths and "blocked" in attention_path
+    # blocks of queries, which SDPA with a mask has too, would make a graph for each length
+    is_masked = config.document_mask or any(module.window for module in with_window(model))
+    in_blocks = "blocked" in attention_path or (is_masked and attention_path == "sdpa")
+    many_graphs = config.varied_lengths and in_blocks
     if pick_compile(config.compile, next(model.parameters()).device, many_graphs):
         compile_model(model, config.varied_lengths)
     if not dist.is_initialized():

@@ -76,12 +76,14 @@ def attend(
     """The output [B, L, H, d] of queries [B, H, L, d], as transformers calls an attention.
 
     In the formulas, n counts the keys that the mask shows to a query, without padding and other
-    documents. Raises UserError for dropout, for learned sinks, for a mask that is not causal within
-    documents, and for heads whose values are not as wide as queries and keys.
+    documents. Raises UserError for dropout, for learned sinks, for a position_bias, for a mask that
+    is not causal within documents, and for heads whose values are not as wide as queries and keys.
     """
     attention = layer.variant
     if dropout or s_aux is not None:
         raise UserError("dropout and learned sinks (s_aux) are not supported")
+    if options.get("position_bias") is not None:
+        raise UserError("a bias for each pair of positions is not supported")
     if not q.shape[-1] == v.shape[-1] == attention.head_size:
         raise UserError(
             f"{type(layer).__name__}: a head's queries have {q.shape[-1]} numbers and its values "

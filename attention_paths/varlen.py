@@ -110,15 +110,14 @@ def sequence_boundaries(
     is_start[:, 0] = True  # also of a row whose first keys a window hides
     is_start = is_start.flatten()
     most = documents_at_most(B, L)
+    # a message or an index with a size would make torch.compile recompile for every length
     torch._assert_async(
         is_start.sum() <= most,
-        f"a batch of {B} x {L} tokens has more than {most} documents, for which varlen_attn has no "
-        "room: attention_impl = 'triton' takes any number",
+        f"a batch has more documents than varlen_attn has room for, which is {ALWAYS_ROOM} or, if "
+        f"this is more, one for {SHORTEST_MEAN} tokens: attention_impl = 'triton' takes any number",
     )
-    # start i goes to place i of its row; tokens within a document to the last place
-    place = torch.where(is_start, is_start.cumsum(0) - 1, most).clamp_max(most)
-    boundaries = torch.full((most + 1,), B * L, dtype=torch.int32, device=device)
+    # start i goes to place i; tokens within a document to the last place, which is cut off
+    place = torch.where(is_start, is_start.cumsum(0) - 1, most + 1).clamp_max(most + 1)
+    boundaries = torch.full((most + 2,), B * L, dtype=torch.int32, device=device)
     token = torch.arange(B * L, dtype=torch.int32, device=device)
-    boundaries = boundaries.scatter(0, place, token)
-    boundaries[most] = B * L
-    return boundaries
+    return boundaries.scatter(0, place, token)[:-1]

@@ -8,7 +8,7 @@ from errors import UserError, check_choice
 
 # The number of token ids of each built-in tokenizer, end-of-text included.
 BUILT_IN = {"gpt2": 50257, "bytes": 257}
-# The name of the copy of a tokenizer's file in the folders of shards, runs and exports.
+# The name of the copy of a tokenizer's file in the folders of shards and runs.
 TOKENIZER = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 # End-of-text tokens of tokenizer.json files; the first one that a file has is used.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from config import FREE_ON_RESUME, ROOT, Config, settings_in
-from data.tokenizer import MERGES_FILE, byte_symbols, copy_tokenizer, get_tokenizer
+from data.tokenizer import MERGES_FILE, byte_symbols, get_tokenizer
 from data.vocabulary import BUILT_IN, END_OF_TEXT
 from errors import UserError, command
 from runtime.checkpoint import settings_of
@@ -97,7 +97,6 @@ def main() -> None:
             whole = Path(temporary, folder.name)
             model.save_pretrained(whole)
             tokenizer.save_pretrained(whole)
-            copy_tokenizer(run.config.tokenizer, whole)
             for name, text in sources().items():
                 (whole / name).write_text(text, encoding="utf-8")
             shutil.copy(ROOT / "LICENSE", whole)
@@ -204,6 +203,7 @@ def transformers_tokenizer(config: Config) -> Any:
         eos_token=mark,
         pad_token=mark,
         split_special_tokens=True,
+        add_bos_token=False,  # replaces the file's post-processor, which may add tokens
         clean_up_tokenization_spaces=False,
         model_max_length=config.block_size,
         padding_side="left",  # for generation

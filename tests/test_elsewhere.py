@@ -246,6 +246,8 @@ def test_what_would_compute_another_attention_is_refused(build):
     q, k, v = torch.randn(3, 1, 4, 5, 8)
     with pytest.raises(UserError, match="dropout and learned sinks"):
         attend(attention, q, k, v, None, s_aux=torch.zeros(4))
+    with pytest.raises(UserError, match="a bias for each pair of positions"):  # Inkling's
+        attend(attention, q, k, v, None, position_bias=torch.zeros(1, 4, 5, 5))
     with pytest.raises(UserError, match="have 8 numbers and its values 6, where both must have 8"):
         attend(attention, q, k, v[..., :6], None)
     with pytest.raises(UserError, match="multi-head latent attention is not supported"):

@@ -368,6 +368,8 @@ def test_positions_count_the_tokens_of_a_document(tmp_path):
 @torch.no_grad()
 def test_a_model_with_document_mask_reads_documents_from_its_ids(words_file, tmp_path):
     """And from its positions; the tokenizer's file is not needed."""
+    from tokenizers import Tokenizer
+
     copied = shutil.copy(words_file, tmp_path / "words.json")
     case = f"ssmax.py --document_mask --align_documents --tokenizer={copied}"
     run = open_run(tmp_path / "run", case)
@@ -375,6 +377,10 @@ def test_a_model_with_document_mask_reads_documents_from_its_ids(words_file, tmp
     export(run.path, target)
     card = (target / "README.md").read_text()
     assert "| document_mask | True |" in card
+    # as in training, without the end-of-text that this file puts behind a text
+    text = "the cat sat"
+    exported = Tokenizer.from_file(str(target / "tokenizer.json"))
+    assert exported.encode(text).ids == get_tokenizer(str(copied)).encode(text)
     copied.unlink()
     model = type(export_hf.transformers_model(run)).from_pretrained(target)
     end_of_text = 6
@@ -543,6 +549,19 @@ def test_another_number_of_ids_is_refused_and_changes_nothing(tmp_path):
             model.resize_token_embeddings(number)
     assert model.resize_token_embeddings(257) is model.get_input_embeddings()
     assert_close(model(x).logits, run.model(x), rtol=0, atol=1e-6)
+
+
+def test_no_layer_is_put_on_another_gpu(tmp_path):
+    """By device_map="auto" on two GPUs, the first without room for all weights."""
+    accelerate = pytest.importorskip("accelerate")
+    _, model = load_in_transformers(tmp_path, "softmax.py")
+    size = model.get_memory_footprint()
+    devices = accelerate.infer_auto_device_map(
+        model,
+        max_memory={0: size * 7 // 10, 1: 2 * size},
+        no_split_module_classes=model._no_split_modules,
+    )
+    assert set(devices) == {"gpt"}
 
 
 def test_a_model_without_end_of_text_is_refused(tmp_path, refused):

@@ -25,7 +25,7 @@ from runtime import checkpoint, run_folder
 from runtime.checkpoint import Training
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import read_json
-from tests.helpers import reverse_shards
+from tests.helpers import reverse_shards, small_config
 from tests.runs import (
     agree,
     assert_same_run,
@@ -414,6 +414,24 @@ def test_a_step_is_one_update_by_the_gradient_of_the_sum(clip):
     expected = first - 0.5 * gradient
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=0)
     assert weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "case, path, expected",
+    [
+        ("softmax.py", "sdpa", False),
+        ("hybrid.py", "sdpa", True),  # as on a T4
+        ("hybrid.py", "sdpa and varlen", False),
+        ("lssar_p3.py", "blocked", True),
+    ],
+)
+def test_recall_has_many_graphs_where_queries_are_in_blocks(case, path, expected, monkeypatch):
+    answers = []
+    monkeypatch.setattr(train_module, "pick_compile", lambda *arguments: answers.append(arguments))
+    config = small_config(case, "--task=recall")
+    train_module.compile_and_distribute(build_model(config), config, path)
+    ((_, _, many_graphs),) = answers
+    assert many_graphs == expected
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

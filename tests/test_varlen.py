@@ -101,10 +101,24 @@ def test_boundaries_have_one_shape_and_graph(monkeypatch):
     assert counter.frame_count == 1
     is_start[0, 2] = True
     positions = positions_in_documents(is_start)
-    with pytest.raises(RuntimeError, match="2 x 8 tokens has more than 6 documents"):
+    with pytest.raises(RuntimeError, match="more documents than varlen_attn has room for"):
         varlen.sequence_boundaries(2, 8, positions, device)
     monkeypatch.setattr(varlen, "SHORTEST_MEAN", 2)
     assert len(varlen.sequence_boundaries(2, 8, positions, device)) == 9
+
+
+def test_boundaries_of_all_lengths_share_a_graph():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    @functools.partial(torch.compile, backend=counter, fullgraph=True)
+    def boundaries(positions):
+        return varlen.sequence_boundaries(*positions.shape, positions, positions.device)
+
+    for length in (16, 12, 9):
+        positions = torch.arange(length, dtype=torch.int32).repeat(2, 1)
+        assert boundaries(positions)[:3].tolist() == [0, length, 2 * length]
+    assert counter.frame_count == 2  # of the first length, and of any
 
 
 def test_a_row_begins_a_sequence_where_a_window_of_one_key_hides_its_cache():

@@ -74,6 +74,7 @@ class SharpAttentionForCausalLM(PreTrainedModel, GenerationMixin):
     # `forward` takes no num_items_in_batch: Trainer divides the loss by the accumulated batches
     accepts_loss_kwargs = False
     _is_stateful = True  # a cache cannot be rolled back: no assisted generation
+    _no_split_modules = ["GPT"]  # device_map="auto" puts all layers on one device
 
     def __init__(self, config: SharpAttentionConfig) -> None:
         super().__init__(config)

@@ -18,7 +18,9 @@ setup() {
     local done=".venv/.installed-$1"
     if ! cmp -s <(cat requirements*.txt) "$done"; then
         echo "installing $1 into .venv ..."
-        [ -x .venv/bin/python ] || "$python" -m venv .venv || exit 1
+        # a .venv that was interrupted, or made by uv, has no pip
+        .venv/bin/python -m pip --version >/dev/null 2>&1 ||
+            "$python" -m venv .venv || exit 1
         # most modules are never imported: bytecode waits for those that are, if Python may write it
         local bytecode=--no-compile
         [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || bytecode=--compile
