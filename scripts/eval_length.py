@@ -305,7 +305,7 @@ def gain_error(result: dict) -> float | None:
 def error_range(errors: Iterable[float | None]) -> str:
     """The least and the largest of the errors that are known, "" where none is.
 
-    The error of a loss that is not finite is not.
+    A loss that is not finite has no error.
     """
     known = [error for error in errors if error is not None and math.isfinite(error)]
     if not known:

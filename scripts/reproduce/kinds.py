@@ -296,7 +296,7 @@ def recall(
 def accuracies_if_learned(measured: dict) -> list[float | None]:
     """Return the accuracy in percent at each length; if the task is not learned, only at 1x.
 
-    All of them if the run is opened with another p or attention, which may lower it at 1x.
+    With another p or attention, which may lower the accuracy at 1x, all are returned.
     """
     known = has_learned(measured) or measured.get("changed")
     trained = measured["trained_length"]
