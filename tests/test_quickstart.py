@@ -11,6 +11,7 @@ from tests.helpers import measured_losses
 from tests.runs import ROOT, copy_of_repository
 
 
+@pytest.mark.long
 def test_an_interrupted_venv_is_completed(tmp_path):
     """As Ctrl-C leaves it before Python has installed pip into it."""
     (tmp_path / "scripts/common").mkdir(parents=True)
