@@ -207,63 +207,54 @@ def test_checkpoints_are_written_beside_the_training_in_order(tmp_path, monkeypa
     assert torch.equal(second.model["w"], torch.ones(3))
 
 
-def test_a_failed_write_costs_one_checkpoint(tmp_path, monkeypatch, capsys):
-    """The disk is full for a while, then for good."""
-    full = True
+def fill_disk(monkeypatch, has_no_room):
+    """Let the writes of the checkpoints fail for which has_no_room(path) is true."""
     real = checkpoint.atomic_write
 
     @contextmanager
     def write(path):
         with files.writing(path):
-            if full:
+            if has_no_room(path):
                 raise OSError(errno.ENOSPC, "No space left on device")
         with real(path) as file:
             yield file
 
     monkeypatch.setattr(checkpoint, "atomic_write", write)
 
-    def state(step):
-        return checkpoint.State(model={}, step=step, config={})
 
+def empty_state(step):
+    return checkpoint.State(model={}, step=step, config={})
+
+
+def test_a_failed_write_costs_one_checkpoint(tmp_path, monkeypatch, capsys):
+    """The disk is full for a while, then for good."""
+    full = True
+    fill_disk(monkeypatch, lambda path: full)
     with closing(checkpoint.Saver(tmp_path, Config(), None)) as saver:
-        saver.save("step", state(1))
+        saver.save("step", empty_state(1))
         wait([saver.pending])
         full = False
-        saver.save("step", state(2))
+        saver.save("step", empty_state(2))
         assert "step_000001.pt: cannot be written: No space" in capsys.readouterr().err
         saver.wait()
         assert checkpoint_names(tmp_path) == ["step_000002.pt"]
         full = True
-        saver.save("step", state(3))
-        saver.save("step", state(4))
+        saver.save("step", empty_state(3))
+        saver.save("step", empty_state(4))
         with pytest.raises(UserError, match=r"step_000004.pt: cannot be written"):
-            saver.save("step", state(5))
+            saver.save("step", empty_state(5))
     assert checkpoint_names(tmp_path) == ["step_000002.pt"]
 
 
 def test_best_weights_do_not_make_up_for_checkpoints_that_fail(tmp_path, monkeypatch):
     """The disk has room for best.pt alone, from which no run can be resumed."""
-    real = checkpoint.atomic_write
-
-    @contextmanager
-    def write(path):
-        with files.writing(path):
-            if path.name != "best.pt":
-                raise OSError(errno.ENOSPC, "No space left on device")
-        with real(path) as file:
-            yield file
-
-    monkeypatch.setattr(checkpoint, "atomic_write", write)
-
-    def state(step):
-        return checkpoint.State(model={}, step=step, config={})
-
+    fill_disk(monkeypatch, lambda path: path.name != "best.pt")
     with closing(checkpoint.Saver(tmp_path, Config(), None)) as saver:
-        saver.save("step", state(1))
-        saver.save("best", state(2))
-        saver.save("step", state(3))
+        saver.save("step", empty_state(1))
+        saver.save("best", empty_state(2))
+        saver.save("step", empty_state(3))
         with pytest.raises(UserError, match=r"step_000003.pt: cannot be written"):
-            saver.save("best", state(4))
+            saver.save("best", empty_state(4))
     assert checkpoint_names(tmp_path) == ["best.pt"]
 
 
