@@ -66,7 +66,7 @@ class Phi:
     function: Callable[[Tensor], Tensor]
     # The score of masked keys. phi must be 0 there; attention_paths.check verifies it.
     zero: float = -math.inf
-    # phi takes negative values: l1 then sums absolute values, and stage 2 is refused.
+    # phi takes negative values: l1 then sums absolute values, and relu_power, so p, is refused.
     signed: bool = False
     # Maps a row's largest score to a shift of all its scores, so that phi neither overflows nor
     # underflows; l1 cancels the shift. With torch.neg the largest score becomes 0.
@@ -353,9 +353,10 @@ def softpick(z: Tensor, rows: Rows) -> Tensor:
 
 
 def entmax(z: Tensor, power: int) -> Tensor:
-    """Compute relu(z / power - tau)^power, with the tau of each row for which it sums to 1.
+    """Compute alpha-entmax, power = 1 / (alpha - 1): sparsemax for 1, 1.5-entmax for 2.
 
-    A power of 1 is sparsemax, 2 is 1.5-entmax. The power-norm of relu(z / power - tau) falls with
+    It is relu(z / power - tau)^power, with the tau of each row for which it sums to 1 (Peters et
+    al. 2019). The power-norm of relu(z / power - tau) falls with
     tau and is convex: from tau = -1 Newton's method approaches, from below, the tau at which the
     norm is 1. The last step gives tau its gradient.
     """

@@ -52,6 +52,9 @@ def setting(default: Value, help: str, needs: dict[str, tuple] | None = None) ->
 class Config:
     """Every setting of a run.
 
+    The group that a setting stands in (the banners, GROUPS) decides whether it may change on
+    resume, and whether runs that differ in it may be compared.
+
     The defaults are llm.c's 124M recipe, run_gpt2_124M.sh, with RoPE instead of learned positions.
     The LSSAR paper trains for the same number of steps, and gives no learning rate, batch size or
     schedule.
@@ -109,12 +112,12 @@ class Config:
         "('learned').",
     )
     forget: bool = setting(False, "Forget gates lower the scores of earlier keys (FoX).")
-    s_init: float = setting(1.0, "Initial s of SSMax. The paper has 0.1685 in (e) and (f).")
+    s_init: float = setting(1.0, "Initial s of SSMax (its paper: 0.1685 from softmax's weights).")
     # ---- model: the weights, and the layers around attention ----
     n_layer: PositiveInt = setting(12, "Number of transformer blocks.")
     n_head: PositiveInt = setting(12, "Attention heads per block.")
     n_kv_head: PositiveInt | None = setting(
-        None, "Heads of keys and values. None: n_head.", needs=LINEAR
+        None, "Heads of keys and values (GQA; 1: MQA). None: n_head.", needs=LINEAR
     )
     head_size: PositiveInt | None = setting(None, "Width of a head. None: n_embd / n_head.")
     n_embd: PositiveInt = setting(768, "Width of the residual stream.")
@@ -135,12 +138,12 @@ class Config:
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "Norm of the residual stream.")
     mlp: Literal["gelu", "gelu_erf", "swiglu"] = setting(
         "gelu",
-        "Activation of the MLP: 'gelu' as GPT-2 approximates it, 'gelu_erf' without the "
-        "approximation (nanoGPT), or 'swiglu'.",
+        "Activation of the MLP: 'gelu' with GPT-2's tanh approximation, 'gelu_erf' exact "
+        "(nanoGPT), or 'swiglu'.",
     )
     mlp_hidden: PositiveInt | None = setting(None, "Hidden width of the MLP. None: 4 n_embd.")
     bias: bool = setting(True, "Linear layers and LayerNorm have biases.")
-    tie_embeddings: bool = setting(True, "The head shares the token embedding's weights.")
+    tie_embeddings: bool = setting(True, "lm_head shares the token embedding's weights.")
     vocab_size: PositiveInt | None = setting(
         None, "Number of token ids. None: the tokenizer's.", needs=LANGUAGE
     )
@@ -179,7 +182,7 @@ class Config:
         needs=LANGUAGE,
     )
     first_batch: NonNegativeInt = setting(
-        0, "Batches to skip, so that a second run reads new data (SSMax (f))."
+        0, "Batches to skip, so that a run from the weights of another reads new data."
     )
     total_batch_size: PositiveInt = setting(524288, "Tokens per step, over all processes.")
     max_iters: Annotated[int, ("at least", 0), ("below", 10**12)] = setting(
@@ -494,7 +497,10 @@ def check_model(config: Config) -> None:
     if config.head_size is None and config.n_embd % config.n_head:
         raise UserError(f"n_embd = {config.n_embd} is not divisible by n_head = {config.n_head}")
     if config.d_head % 2 and config.positions == "rope":
-        raise UserError(f"the width of a head, {config.d_head}, must be even: RoPE rotates pairs")
+        raise UserError(
+            f"head_size (by default n_embd / n_head) = {config.d_head} must be even: RoPE rotates "
+            "pairs"
+        )
     pairs = config.d_head / 2
     rotated_pairs = config.rope_share * pairs
     is_whole = math.isclose(rotated_pairs, round(rotated_pairs))
@@ -519,7 +525,10 @@ def check_model(config: Config) -> None:
             f"it must be a multiple of n_head / n_kv_head = {group} heads"
         )
     if config.local_window is not None and not (config.nope_share or config.nope_every):
-        raise UserError("local_window needs heads without positions: set nope_share or nope_every")
+        raise UserError(
+            f"local_window = {config.local_window} needs heads without positions: set nope_share "
+            "or nope_every"
+        )
     pattern = config.window_pattern
     if not set(pattern) <= {"S", "L"}:
         raise UserError(f"window_pattern = {pattern!r} may contain only S and L, such as SSSL")
@@ -537,7 +546,10 @@ def check_training(config: Config) -> None:
             "task = 'orbits' cannot tie its head to its embedding: add tie_embeddings = False"
         )
     if config.n_vocab > 65536:  # n_vocab raises for a tokenizer that does not exist
-        raise UserError(f"{config.n_vocab} token ids are more than the 65536 of a uint16")
+        raise UserError(
+            f"{config.n_vocab} token ids, from tokenizer, vocab_size or bins, are more than the "
+            "65536 of a uint16"
+        )
     for key in ("document_mask", "align_documents"):
         if getattr(config, key) and config.end_of_text >= config.text_ids:
             raise UserError(
@@ -548,7 +560,10 @@ def check_training(config: Config) -> None:
         raise UserError(f"min_lr = {config.min_lr} is above learning_rate = {config.learning_rate}")
     ramps = config.warmup_iters + config.cooldown_iters
     if config.schedule == "trapezoidal" and 0 < config.max_iters < ramps:
-        raise UserError(f"max_iters = {config.max_iters} < warmup_iters + cooldown_iters = {ramps}")
+        raise UserError(
+            f"max_iters = {config.max_iters} must be at least "
+            f"warmup_iters + cooldown_iters = {ramps}"
+        )
     if config.keep_every % config.checkpoint_interval:
         raise UserError(
             f"keep_every = {config.keep_every} must be a multiple of checkpoint_interval = "

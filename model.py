@@ -39,7 +39,7 @@ class SelfAttention(nn.Module):
 
     attention: Attention
     extra_multiplications = 0  # per token outside of nn.Linear; T6 has them
-    # the initial c_proj weights (attention and MLP) have deviation residual_std / sqrt(2 n_layer)
+    # the standard deviation of c_proj's initial weights (attention, MLP), times sqrt(2 n_layer)
     residual_std = 0.02
 
     def __init__(self, config: Config, layer: int) -> None:
@@ -173,7 +173,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """GPT-2's MLP, with its approximation of GELU or without, or SwiGLU (Shazeer 2020)."""
+    """GPT-2's MLP, with the tanh approximation of GELU or exact GELU, or SwiGLU (Shazeer 2020)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -317,9 +317,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, residual_std: float) -> None:
-        """Draw GPT-2's initial weights: normal(0, 0.02); biases are 0.
+        """Draw GPT-2's initial weights: normal(0, 0.02); biases and padding rows are 0.
 
-        The deviation is smaller where a projection adds to the residual stream.
+        The standard deviation of c_proj, whose output is added to the residual stream, is
+        residual_std / sqrt(2 n_layer). `SelfAttention.initialise` may draw other weights.
         """
         extra = []
         for name, module in self.named_modules():
@@ -375,7 +376,7 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         is_start: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states [B, L, n_embd] of idx [B, L], which follow the cache.
+        """Return the hidden states [B, L, n_embd] of idx [B, L], the tokens after the cached ones.
 
         A token sees its own document only. `is_start` [B, L] marks the first token of each
         document; by default, end-of-text does if the model has document_mask. Else a sequence is
@@ -461,7 +462,8 @@ class GPT(nn.Module):
 
         These are 6 (2 forward, 4 backward) per weight of a matrix, and per multiplication with T6's
         factors. Attention is charged, for every variant, as softmax over the visible keys, so that
-        runs can be compared: T / 2 keys on average or, with a window of W, W - W^2 / (2 T).
+        runs can be compared: T / 2 keys on average or, with a window of W, W - W^2 / (2 T). nanoGPT
+        charges T keys, and so counts twice the FLOPs of attention.
         """
         weights = 0
         for module in self.modules():

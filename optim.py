@@ -27,7 +27,8 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
 
     optimizers: list[torch.optim.Optimizer] = []
     if muon_matrices:
-        # match_rms_adamw: updates of AdamW's size, so that one learning rate serves both
+        # match_rms_adamw: updates of AdamW's size, so that one learning rate serves both. Else
+        # torch's defaults: Nesterov momentum of 0.95, 5 Newton-Schulz steps.
         muon = ShardedMuon(
             muon_matrices,
             lr=config.learning_rate,

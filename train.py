@@ -102,8 +102,8 @@ def main(config: Config) -> None:
             limit = f"is at most {config.batch_size or LARGEST_BATCH}"
             if not config.batch_size:
                 limit += ", fits"
-            reason = f"the largest that {limit} and divides {sequences} sequences"
-            say(f"batch_size = {batch_size}: {reason}")
+            reason = f"the largest that {limit} and divides the {sequences} sequences of a step"
+            say(f"batch_size = {batch_size}: {reason} on each process")
         config = config.replace(batch_size=batch_size)
         if resuming.should_resume(run, config.resume):
             resuming.check_init_from(run, config.init_from)
@@ -189,8 +189,8 @@ def train(
         monitor = Monitor(config, training, log, saver, rank_flops_per_token)
         while True:
             finished = training.step >= config.max_iters
-            # A run that is resumed from here has validated and saved, unless a new max_iters has
-            # made this step the last one.
+            # The step that a run resumes at was saved (and, if due, validated) before. This is done
+            # again only if a new max_iters has made it the last step.
             just_resumed = training.step == training.resumed_at
             became_last = finished and "max_iters" in training.changes
             is_new = not just_resumed or became_last
@@ -289,7 +289,8 @@ def check_capacity(config: Config, documents_per_sequence: float) -> None:
 
 def compile_and_distribute(model: GPT, config: Config, attention_path: str) -> LossFn:
     """Return the model as a loss function: compiled if the settings ask, in DDP under torchrun."""
-    # blocks of queries, which SDPA with a mask has too, would make a graph for each length
+    # The blocked path, and SDPA with a mask, loop over blocks of queries: torch.compile would
+    # unroll the loop, and make a graph for each length of a batch.
     is_masked = config.document_mask or any(module.window for module in with_window(model))
     in_blocks = "blocked" in attention_path or (is_masked and attention_path == "sdpa")
     many_graphs = config.varied_lengths and in_blocks

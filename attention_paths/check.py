@@ -258,7 +258,7 @@ def check_gradients(
     weights: Tensor,
     leaves: dict[str, Tensor],
 ) -> None:
-    """Raise UserError if the gradient by a tensor is nan or infinite, or a scalar has none.
+    """Raise UserError if a tensor's gradient is nan or infinite, or a learned scalar has none.
 
     A run would stop at its first step, and blame the learning rate.
     """
@@ -276,4 +276,6 @@ def check_gradients(
             if gradient is None and key in getattr(variant, field):
                 raise UserError(f"{name}: no formula uses {key}, which `{field}` names")
         if gradient is not None and not gradient.isfinite().all():
-            raise UserError(f"{name}: the gradient of its weights by {key} is not finite; {cause}")
+            raise UserError(
+                f"{name}: the gradient of its weights with respect to {key} is not finite; {cause}"
+            )

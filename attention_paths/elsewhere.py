@@ -29,7 +29,10 @@ def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> An
     check_choice("attention", name, VARIANTS)
     variant = VARIANTS[name]
     if variant.from_input:
-        raise UserError(f"attention = {name!r} reads the layer's input")
+        raise UserError(
+            f"attention = {name!r} reads the layer's input, but transformers gives an attention "
+            "q, k and v alone"
+        )
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "is_causal")]
     if not layers or not all(layer.is_causal for layer in layers):
         raise UserError(f"{type(model).__name__}: all of its attention must be causal")

@@ -25,7 +25,7 @@ def variant_unsupported_reason(variant: Variant, head_size: int) -> str | None:
     if variant.phi.kernel is None or is_softpick != (variant.phi.kernel == "softpick"):
         return "its phi has no kernel in attention_paths.kernels.phi.PHIS"
     if variant.reweight is not relu_power:
-        return "its re-weighting is not the paper's"
+        return "its re-weighting is not LSSAR's"
     if variant.bias_per_key:
         return "its bias differs between keys"
     if head_size > 128:
@@ -67,6 +67,7 @@ def fused(
     """The output [B, H, Lq, d] of `ReferenceAttention.forward`, by the kernels."""
     assert launch is not None
     variant = attention.variant
+    # the kernels work on y = entry.argument z and return entry.value phi(z): see launch.py
     entry = launch.PHIS[variant.phi.kernel]
     rows = attention.rows(q, k.shape[2], context)
     save = torch.is_grad_enabled()

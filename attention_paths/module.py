@@ -1,4 +1,16 @@
-"""A layer's attention, computed by the fastest path that its variant, device and dtype allow."""
+"""A layer's attention, computed by the fastest path that its variant, device and dtype allow.
+
+SelfAttention (model.py) calls Attention with q, k and v. `Attention.path` picks one of
+
+    sdpa        sdpa.py         softmax at any scale, by torch
+    varlen      varlen.py       the same within windows and documents, by torch on a GPU
+    triton      fused.py        variants with a kernel, by the kernels of kernels/
+    blocked     blocked.py      any variant: `reference`, a block of queries at a time
+    reference   reference.py    any variant: attention.attention_weights, then the product with v
+
+All take the scales of scores from `Attention.rows`. A single query with T6's factors of k and v
+takes factored.py instead.
+"""
 
 import math
 from typing import Any
@@ -42,7 +54,9 @@ class Attention(ReferenceAttention):
         name = name_of(variant)
         check_choice("attention_impl", impl, ("auto", "triton", "blocked", "reference"))
         if variant.needs_p and self.p is None:
-            raise UserError(f"attention = {name!r} needs p, the power of its re-weighting: 3 or 15")
+            raise UserError(
+                f"attention = {name!r} needs p, the power of its re-weighting, such as p = 15"
+            )
         if self.p is not None and not variant.takes_p:
             raise UserError(
                 f"attention = {name!r} cannot have p = {self.p}: re-weighting needs l1 and weights "
@@ -69,6 +83,7 @@ class Attention(ReferenceAttention):
         v: Tensor | Factors,
         context: Context = NO_CONTEXT,
     ) -> Tensor:
+        """Return the output [B, H, Lq, d] of ReferenceAttention.forward, by `path`."""
         if isinstance(k, Factors) and isinstance(v, Factors):
             if self.impl in ("auto", "blocked"):
                 return factored(self, q, k, v, context)

@@ -18,7 +18,7 @@ def fast_normalised_power(x: Tensor, top: Tensor, p: float) -> Tensor:
 
 
 class NormalisedPower(torch.autograd.Function):
-    """relu(x / top)^p, divided by its sum over a row, and the gradient by x.
+    """relu(x / top)^p, divided by its sum over a row, and the gradient with respect to x.
 
     A row with a single x above 0 has the weight 1 and the gradient 0, both exactly.
     """

@@ -14,7 +14,10 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class Context:
-    """What a layer's attention depends on besides q, k and v."""
+    """What a layer's attention depends on besides q, k and v.
+
+    `ReferenceAttention.rows` makes the Rows of attention.py from it and the layer's settings.
+    """
 
     # the factor on every score, such as the square of YaRN's attention factor; where sequences,
     # heads or documents differ, [1 or B, 1 or H, 1 or Lq, 1]
@@ -84,7 +87,8 @@ class Keys:
 class ReferenceAttention(nn.Module):
     """The attention of a layer's heads, or of one of the two kinds of heads of a hybrid layer.
 
-    For any entry of `VARIANTS`, computed as attention.py defines it.
+    It computes any entry of `VARIANTS` as attention.py defines it, from q, k and v; the projections
+    are SelfAttention's (model.py). Models use the subclass attention_paths.module.Attention.
     """
 
     s: nn.Parameter | None

@@ -1,10 +1,10 @@
 """Batches of tokens as a pure function of (seed, step), the same for any number of processes.
 
-With block size T, sequence w of a shard is its tokens w T to w T + T inclusive: T inputs and,
-shifted by one, T targets. All shards together have n whole sequences, and a step takes B.
-Sequence g = s B + i of the run, number i of step s, belongs to epoch g // n, which visits each
-sequence once, in a new order. No state is carried between steps, so resuming needs only the step,
-and each rank takes its slice of the same global batch.
+A shard is cut into sequences of T + 1 tokens (T is block_size), each of which begins with the last
+token of the one before: T inputs and, shifted by one, T targets. An epoch has all n whole
+sequences of all shards once, in an order of its own. Epoch follows epoch as one endless list, of
+which step s takes entries s B to s B + B - 1 (B = total_batch_size / T), and each rank its slice
+of them. No state is carried between steps, so resuming needs only the step.
 """
 
 from abc import ABC, abstractmethod
@@ -85,8 +85,8 @@ class Loader(ABC):
                 needed = "more documents are needed"
             raise UserError(
                 f"{self.source}: {tokens} give {n_sequences} sequences of {batching.block_size} "
-                "tokens and a target, fewer than one batch "
-                f"({batching.sequences_per_step}); {needed}"
+                f"tokens and a target, fewer than the {batching.sequences_per_step} of a step "
+                f"(total_batch_size / block_size); {needed}"
             )
         self.n_sequences = n_sequences
         self.batching = batching
@@ -199,7 +199,10 @@ class TokenLoader(Loader):
         return Documents(is_start.sum() / count, quartiles, without)
 
     def _cut_sequences(self, shards: list[Shard], batching: Batching) -> list[int]:
-        """Cut the shards into sequences; returns how many each has."""
+        """Cut the shards into sequences; returns how many each has.
+
+        A subclass that cuts otherwise keeps here what its `_spans` needs, and sets `cropped`.
+        """
         return [(tokens - 1) // batching.block_size for _, tokens in shards]
 
     def _shard(self, sequence: Ints) -> Ints:

@@ -20,7 +20,7 @@ class KVCache:
         self.length = 0
         # [B, 1]: cached tokens of each sequence's last document; None: a sequence is one document
         self.document_length: Tensor | None = None
-        # keys, values and forget gates, or factors and gates
+        # keys, values and log forget gates, or factors and log forget gates
         self.stored: dict[Attention, list[Tensor]] = {}
 
     def check_capacity(self, length: int) -> None:
@@ -29,10 +29,10 @@ class KVCache:
             raise UserError(f"a cache of {self.size} positions is too small for {length}")
 
     def append(self, attention: Attention, new: Sequence[Tensor | None]) -> list:
-        """Append tensors [B, .., new, ..] of new positions to what is stored for this attention.
+        """Append tensors [B, H, L, ..] of L new positions to what is stored for this attention.
 
-        Returns the tensors of all positions that the new ones see, [B, .., length + new, ..] or,
-        with a window, at most window + new positions. None stays None.
+        Returns the tensors of all positions that the new ones see, [B, H, length + L, ..] or, with
+        a window, at most window + L positions. None stays None.
         """
         window = attention.window
         if attention not in self.stored:

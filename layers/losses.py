@@ -35,8 +35,9 @@ def softmax_(logits: Tensor, targets: Tensor) -> Tensor:
 class LinearCrossEntropy(torch.autograd.Function):
     """The mean cross-entropy in nats of logits x W^T, whose gradients the forward pass computes.
 
-    The logits of a chunk of tokens become the gradient of their losses, and the next chunk reuses
-    their memory. There are three matrix products, as many as with all logits in memory.
+    This is a fused linear cross-entropy, as Liger Kernel calls it: the logits of a chunk of tokens
+    become the gradient of their losses, and the next chunk reuses their memory. There are three
+    matrix products, as many as with all logits in memory.
     """
 
     @staticmethod
@@ -48,9 +49,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         n_vocab: int,
         softmax: Softmax,
     ) -> Tensor:
-        """Return the loss of x [n, n_embd] with weight [k * padded, n_embd] and targets.
+        """Return the loss of x [n, n_embd], the hidden states of n tokens, and their targets.
 
-        Targets are [n] or, with k targets per token, [n, k]. The logits from n_vocab on are
+        Targets are [n] or, with k targets per token (PairGPT), [n, k]. The weight
+        [k * padded, n_embd] has `padded` rows for each of the k, of which those from n_vocab on are
         padding. `softmax` is softmax_ or the same function compiled.
         """
         losses = torch.empty(targets.shape, dtype=full_precision(x), device=x.device)

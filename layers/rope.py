@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021), and how they are scaled beyond the training length."""
+"""Rotary position embedding (RoPE, Su et al. 2021), and its scaling beyond the training length."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from layers.documents import document_lengths
 
 @dataclass(frozen=True)
 class Rope:
-    """A base and a scaling of RoPE."""
+    """The settings of RoPE: its base theta, its scaling, and the share of pairs that rotate."""
 
     head_size: int
     trained_length: int
@@ -37,7 +37,7 @@ class Rope:
             raise UserError(f"rope theta = {self.theta} must be above 1 and finite")
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:
-        """Angles per position [d/2] in float64, and the factor on every score, at this length.
+        """Radians per position [d/2] in float64, and the factor on every score, at this length.
 
         With p-RoPE, the pairs that rotate have the same frequencies as if all pairs rotated.
         """
@@ -57,14 +57,14 @@ class Rope:
         if self.scaling == "linear":  # positions interpolated (Chen et al. 2023)
             frequencies /= factor
         elif self.scaling == "yarn":  # 0.1 ln s + 1 on q and k is squared on the scores
-            frequencies = self._partly_interpolated(frequencies, factor)
+            frequencies = self._ntk_by_parts(frequencies, factor)
             score_scale = (0.1 * math.log(factor) + 1) ** 2
         rotated_pairs = round(self.share * len(frequencies))
         frequencies[rotated_pairs:] = 0
         return frequencies, score_scale
 
-    def _partly_interpolated(self, frequencies: Tensor, s: float) -> Tensor:
-        """YaRN (Peng et al. 2023).
+    def _ntk_by_parts(self, frequencies: Tensor, s: float) -> Tensor:
+        """Return YaRN's frequencies, "NTK-by-parts" (Peng et al. 2023, arXiv 2309.00071).
 
         Over the training length, pairs that turn more than 32 times (beta_fast) keep their
         frequency, pairs that turn less than once (beta_slow) are interpolated, and a ramp lies
@@ -92,7 +92,10 @@ class Rotation:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn every pair (x_i, x_{i + d/2}) of x [B, H, L, d] by its angle.
+    """Rotate every pair (x_i, x_{i + d/2}) of x [B, H, L, d] by its angle.
+
+    Pairs are made of the halves of a head, as in GPT-NeoX and transformers (`rotate_half`), not of
+    neighbours, as in the paper.
 
     The result lies in memory as [B, L, H, d], as the projections do: a copy in another order would
     cost the forward and the backward pass of attention a transposition each.

@@ -68,7 +68,7 @@ def check_kernels(
         problem = f"the kernels fail: {problem or 'on another rank'}"
         if config.attention_impl == "triton":
             raise UserError(f"attention_impl = 'triton': {problem}; 'auto' takes another path")
-        print(f"{problem}; attention_impl = 'blocked' takes their place", file=sys.stderr)
+        print(f"warning: {problem}; attention_impl = 'blocked' takes their place", file=sys.stderr)
         for attention in checked:
             attention.impl = "blocked"
         by_path = attentions_by_path(model, queries, context)

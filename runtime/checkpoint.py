@@ -301,7 +301,7 @@ def copy_weights(model: GPT, state: State, source: str | Path) -> None:
     different = []
     for key in NOT_IN_SHAPES:
         if saved[key] != wanted[key]:
-            different.append(f"{key} {saved[key]} for {wanted[key]}")
+            different.append(f"{key} is {saved[key]} there, {wanted[key]} here")
     saved_shapes = {name: tuple(x.shape) for name, x in state.model.items()}
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     for name in sorted(saved_shapes.keys() | shapes.keys()):
@@ -309,10 +309,12 @@ def copy_weights(model: GPT, state: State, source: str | Path) -> None:
         shape = shapes.get(name)
         is_other_scalar = name.rpartition(".")[2] in SCALARS and None in (saved_shape, shape)
         if saved_shape != shape and not is_other_scalar:
-            different.append(f"{name} {saved_shape} for {shape}")
+            different.append(
+                f"{name} is {saved_shape or 'missing'} there, {shape or 'missing'} here"
+            )
     if different:
         raise UserError(
-            f"{source}: its model differs: {', '.join(different[:3])} do not fit; only "
-            "settings without weights may differ, such as the attention variant or a window"
+            f"{source}: its model differs: {'; '.join(different[:3])}. Only settings without "
+            "weights may differ, such as the attention variant or a window"
         )
     model.load_state_dict(state.model, strict=False)

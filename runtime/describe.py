@@ -43,7 +43,7 @@ def describe(config: Config, training: Training, loader: Loader | None) -> str:
     if loader is not None and loader.documents is not None:
         lines += describe_documents(loader.documents, has_windows=set(by_layer) != {"all"})
     for key, (before, now) in training.changes.items():
-        lines.append(f"from step {training.step} on {key} = {now!r}, before {before!r}")
+        lines.append(f"from step {training.step} on, {key} = {now!r} (before: {before!r})")
     lines += describe_initial(config)
     for key in ("window", "local_window"):
         keys = getattr(config, key)

@@ -15,7 +15,7 @@ from runtime.device import pick_compile, pick_dtype
 WEIGHT_BYTES = 16
 BUCKET_BYTES = 4  # per weight: DDP's buckets, into which it copies the gradients to average
 # Fitted to the peaks of torch's allocator in two training steps of compiled models in 16 bits.
-BLOCK_BYTES = 2.7  # per token and input or output of a block's linear layers
+BLOCK_BYTES = 2.7  # per token, for each input and output feature of the blocks' linear layers
 LOGIT_BYTES = 6.0  # per logit of a chunk
 EAGER = 1.6  # times as much without torch.compile
 # The rest is for CUDA, NCCL, cuDNN, gaps between blocks, and errors of the estimate.

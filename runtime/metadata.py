@@ -45,7 +45,10 @@ def read_start_record(run: Path) -> StartRecord:
 
 
 def formulas_difference(run: Path, config: Config) -> str | None:
-    """If attention.py has changed since a run began, return what the run used; else None."""
+    """Name the formulas, for a message, if the layers' outputs have changed since a run began.
+
+    None if they have not, or if the run recorded no hash of them.
+    """
     before = read_start_record(run).formulas
     if before is not None and before != formulas_hash(config):
         return f"formulas of {config.attention!r} that differ from the current code"
@@ -53,10 +56,10 @@ def formulas_difference(run: Path, config: Config) -> str | None:
 
 
 def data_difference_of(run: Path, config: Config) -> str | None:
-    """If a run began with data that differ from this config's, return what differs; else None.
+    """Name the data, for a message, if a run began with data that differ from this config's.
 
-    Also None if the run recorded none, or if data_dir is missing or incomplete, which its reader
-    reports.
+    None if they are the same, if the run recorded none, or if data_dir is missing or incomplete,
+    which its reader reports.
     """
     before = read_start_record(run).data
     if not before:

@@ -699,11 +699,11 @@ REFUSED = [
             bias_per_key=True,
             learnable=("s",),
         ),
-        r"own: the gradient of its weights by s is not finite.*rows\.distance\(\)",
+        r"own: the gradient of its weights with respect to s is not finite.*rows\.distance\(\)",
     ),
     (
         Variant(attention.EXP, scale=lambda rows: 1 / rows.n.log()),
-        "own: the gradient of its weights by q is not finite; in the first row n is 1",
+        "own: the gradient of its weights with respect to q is not finite; in the first row n is 1",
     ),
     (
         Variant(

@@ -613,7 +613,7 @@ def test_what_the_kernels_cannot_compute_is_refused(monkeypatch):
     for settings, message in (
         (
             ["--attention=softmax_inverse"],
-            "attention_impl.*softmax_inverse.*not the paper's",
+            "attention_impl.*softmax_inverse.*not LSSAR's",
         ),
         (
             ["--attention=lssa", "--n_embd=512"],

@@ -154,7 +154,7 @@ def test_a_run_starts_from_its_weights_and_sizes(tmp_path, words_file):
         ("--n_layer=3 --positions=rope", "has n_layer = 2, positions = 'learned': leave these"),
         ("--bias=True --mlp=gelu", "has bias = False, mlp = 'gelu_erf': leave these"),
         ("--block_size=64", "has block_size = 32: leave"),
-        ("--tokenizer=bytes", "differs: tokenizer gpt2 for bytes do not fit"),
+        ("--tokenizer=bytes", "differs: tokenizer is gpt2 there, bytes here"),
     ],
 )
 def test_settings_that_contradict_it_are_refused(tmp_path, settings, says):

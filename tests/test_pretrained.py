@@ -81,9 +81,9 @@ def test_scalars_that_gpt2_does_not_have_keep_their_initial_values(folder):
 @pytest.mark.parametrize(
     "setting, says",
     [
-        ("--gate=head", "differs: trunk.blocks.0.attn.c_gate"),
+        ("--gate=head", "differs: trunk.blocks.0.attn.c_gate.bias is missing there"),
         ("--attention=asentmax", "differs: trunk.blocks.0.attn.c_rows"),
-        ("--norm=rmsnorm", "differs: norm layernorm for rmsnorm"),
+        ("--norm=rmsnorm", "differs: norm is layernorm there, rmsnorm here"),
         ("--block_size=32 --n_head=2", "has block_size = 16: leave"),
         ("--n_layer=3 --n_embd=63 --positions=rope", "has n_layer = 2, n_embd = 32, positions"),
     ],

@@ -407,7 +407,7 @@ def test_a_measurement_with_another_tokenizer_is_not_taken(words_file, tmp_path)
     assert runner.load_stored(evaluation, run) is not None
     (run / "tokenizer.json").write_text(words_file.read_text() + "\n")
     assert runner.load_stored(evaluation, run) is None
-    with pytest.raises(UserError, match="tokenizer sha256:.* do not fit"):
+    with pytest.raises(UserError, match="tokenizer is sha256:.* there, sha256:.* here"):
         runner.measure_or_load(evaluation, run)
 
 

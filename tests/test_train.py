@@ -94,7 +94,7 @@ def test_accumulation_splits_agree(train):
 def test_a_batch_size_that_does_not_divide_a_step_is_fitted(train, capsys):
     run = train("run", "--batch_size=3", "--max_iters=2")
     assert (
-        "batch_size = 2: the largest that is at most 3 and divides 8 sequences"
+        "batch_size = 2: the largest that is at most 3 and divides the 8 sequences of a step"
         in capsys.readouterr().out
     )
     assert json.loads((run / "config.json").read_text())["batch_size"] == 2
@@ -103,7 +103,7 @@ def test_a_batch_size_that_does_not_divide_a_step_is_fitted(train, capsys):
 
 def test_a_batch_size_of_zero_is_what_fits_up_to_a_limit(train, capsys):
     train("run", "--batch_size=0", "--total_batch_size=2048", "--dry_run")
-    says = "batch_size = 64: the largest that is at most 64, fits and divides 128 sequences"
+    says = "batch_size = 64: the largest that is at most 64, fits and divides the 128 sequences of"
     assert says in capsys.readouterr().out
 
 
@@ -345,11 +345,11 @@ def test_init_from_another_variant(train, refused, capsys):
 @pytest.mark.parametrize(
     "settings, says",
     [
-        (("--projections=linear",), "its model differs: projections tpa for linear, "),
+        (("--projections=linear",), "its model differs: projections is tpa there, linear here; "),
         # as many rows of c_attn: 10 ranks in all
         (
             ("--projections=tpa", "--q_rank=4", "--kv_rank=3"),
-            "q_rank 6 for 4, kv_rank 2 for 3 do",
+            "q_rank is 6 there, 4 here; kv_rank is 2 there, 3 here. Only",
         ),
     ],
 )
@@ -601,7 +601,7 @@ def test_a_diverged_run_continues_past_its_step(train, tmp_path, capsys, monkeyp
     (more,) = re.findall("with (--resume .*) at its end; (?=--first_batch=2 )", message)
     train("run", *settings, *more.split(), "--first_batch=2")
     printed = capsys.readouterr().out
-    assert "from step 4 on learning_rate = 0.01, before 0.02" in printed
+    assert "from step 4 on, learning_rate = 0.01 (before: 0.02)" in printed
 
     run = tmp_path / "run"
     rates = metrics(run, "lr")
@@ -662,7 +662,7 @@ def test_a_finished_schedule_is_extended_by_what_the_refusal_says(train, capsys,
     train("run", *schedule, "--resume", "--max_iters=14", "--learning_rate=2e-3")
     assert metrics(run, "lr")[13] < 2e-3
     train("copy", *schedule, "--resume", "--max_iters=14", "--min_lr=0", "--schedule=constant")
-    assert "from step 12 on schedule = 'constant', before 'cosine'" in capsys.readouterr().out
+    assert "from step 12 on, schedule = 'constant' (before: 'cosine')" in capsys.readouterr().out
     says = f"{run} has 14 steps: max_iters = 13 is fewer"
     refused(train, "run", *schedule, "--resume", "--max_iters=13", says=says)
 
