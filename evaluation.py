@@ -18,7 +18,6 @@ from runtime.device import autocast
 def mean_loss(
     model: GPT,
     batches: Iterable[tuple[Tensor, Tensor]],
-    device: torch.device,
     dtype: torch.dtype,
 ) -> float:
     """Return the mean loss in nats over the batches (x, y) of all ranks.
@@ -29,12 +28,12 @@ def mean_loss(
     total = 0.0
     count = 0
     for x, y in batches:
-        with autocast(device, dtype):
+        with autocast(x.device, dtype):
             losses = model.token_losses(x, y)[y >= 0]
         total += losses.cpu().double().sum().item()
         count += losses.numel()
     if dist.is_initialized():
-        sums = torch.tensor([total, count], dtype=torch.float64, device=device)
+        sums = torch.tensor([total, count], dtype=torch.float64)
         dist.all_reduce(sums)
         total, count = sums.tolist()
     return total / count

@@ -125,15 +125,12 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
 
     The loader is None in a dry run if the data do not exist yet.
     """
-    run = Path(config.out_dir)
-
     # ---- data ----
     loader = raise_on_all_ranks(partial(open_loader, config, rank(), world_size(), device))
     identity = identity_of(config) if loader else {}  # a dry run may have no data
     dtype = pick_dtype(config.dtype, device)
-    state = raise_on_all_ranks(
-        lambda: resuming.load_to_resume(run, config) if config.resume else None
-    )
+    # on all ranks, also if one has nothing to resume: check_agreement names the difference
+    state = raise_on_all_ranks(lambda: resuming.load_to_resume(config) if config.resume else None)
     check_agreement(config, identity, dtype, state)
     if loader is not None:
         check_data(loader, identity, config, state)
@@ -141,8 +138,9 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     # ---- model ----
     torch.manual_seed(config.seed)
     model = build_model(config).to(device)
-    kernel_facts = check_kernels(model, config, dtype, say=say if rank() == 0 else None)
-    initial_weights = load_initial(model, config.init_from) if config.init_from else None
+    facts = check_kernels(model, config, dtype, say=say if rank() == 0 else None)
+    if config.init_from:
+        facts["began_with"] = load_initial(model, config.init_from)
 
     # ---- optimizers ----
     optimizers = build_optimizers(model, config)
@@ -152,16 +150,13 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
         training.restore(state, config)
 
     # after the weights are final: DDP copies rank 0's to all ranks
-    loss_fn = compile_and_distribute(model, config, kernel_facts["attention_path"])
-    if loader is not None and loader.documents and "varlen" in kernel_facts["attention_path"]:
+    loss_fn = compile_and_distribute(model, config, facts["attention_path"])
+    if loader is not None and loader.documents and "varlen" in facts["attention_path"]:
         check_capacity(config, loader.documents.per_sequence)
     if rank() == 0:
         say(describe(config, training, loader))
         if loader is not None and not config.dry_run:
-            facts = kernel_facts | {"data": identity}
-            if initial_weights is not None:
-                facts["began_with"] = initial_weights
-            metadata.write_run_metadata(run, config, facts, training)
+            metadata.write_run_metadata(config, facts | {"data": identity}, training)
     return training, loader, loss_fn
 
 
@@ -177,15 +172,14 @@ def train(
     `fetch` returns this rank's share of a step. Without a loader there is neither validation nor
     MFU.
     """
-    run = Path(config.out_dir)
     rank_flops_per_token = 0.0
     if loader is not None:
         rank_flops_per_token = training.model.flops_per_token() / world_size()
     with (
         stop_signals() as signals,
-        closing(checkpoint.Saver(run, config, training.resumed_at)) as saver,
+        closing(checkpoint.Saver(config, training.resumed_at)) as saver,
     ):
-        log = Log(run, config, training.resumed_at, quiet=rank() > 0)
+        log = Log(config, training.resumed_at, quiet=rank() > 0)
         monitor = Monitor(config, training, log, saver, rank_flops_per_token)
         while True:
             finished = training.step >= config.max_iters
@@ -456,7 +450,7 @@ class Monitor:
             batches_of_rank,
         )
         training.model.eval()
-        val_loss = mean_loss(training.model, batches, training.device, training.dtype)
+        val_loss = mean_loss(training.model, batches, training.dtype)
         training.model.train()
         self.log.validation(training.step, val_loss)
         if val_loss < training.best_val_loss:

@@ -91,7 +91,7 @@ def in_turn(files: Sequence[Read], state: tuple[int, int] | None) -> Iterator[tu
 
 
 def build(
-    folder: str,
+    out_dir: Path,
     prefix: str,
     streams: Sequence[Stream],
     options: argparse.Namespace,
@@ -103,15 +103,14 @@ def build(
 
     The streams are written in order, and no shard mixes two streams. Validation gets the first of
     two streams, or the first shard of a single stream. `options` is the result of `parse_options`,
-    with `repeat` and `within` for `with_repeats`; its `out_dir` is data/`folder` by default. A
-    second call resumes after the last whole shard, or says that all is done. meta.json records
-    `source`, and hashes of `documents` and `content`, JSON values that change with the documents.
+    with `repeat` and `within` for `with_repeats`. A second call resumes after the last whole shard,
+    or says that all is done. meta.json records `source`, and hashes of `documents` and `content`,
+    JSON values that change with the documents.
 
     Raises UserError if the folder holds shards of other documents or settings, or of unknown
     origin; if another process is making them; or if the documents have too few tokens for both
     splits.
     """
-    out_dir = out_dir_of(options, folder)
     wanted: shards.Meta = {
         "tokenizer": identify(options.tokenizer),
         "shard_size": options.shard_size,
@@ -137,10 +136,6 @@ def build(
             shards.write_meta(out_dir, {**meta, "complete": True})
     tokens = sum(shard["tokens"] for shard in meta["shards"])
     print(f"{out_dir}: {outcome}, {tokens:,} tokens in {len(meta['shards'])} shards")
-
-
-def out_dir_of(options: argparse.Namespace, folder: str) -> Path:
-    return options.out_dir or Path("data", folder)
 
 
 def check_folder(out_dir: Path, options: argparse.Namespace) -> shards.Meta | None:

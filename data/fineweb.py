@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.build import BATCH, Read, build, check_folder, out_dir_of, parse_options, tokenise
+from data.build import BATCH, Read, build, check_folder, parse_options, tokenise
 from data.documents import Document, reading
 from errors import Parser, UserError, command
 
@@ -137,12 +137,13 @@ def main(argv: list[str] | None = None) -> None:
     folder = default_folder(repo, args.name)
     if args.tokenizer != "gpt2":
         folder += f"_{Path(args.tokenizer).stem}"
-    check_folder(out_dir_of(args, folder), args)  # before checksums are computed
+    out_dir = args.out_dir or Path("data", folder)
+    check_folder(out_dir, args)  # before checksums are computed
     files, sizes, content = open_dataset(args, repo)
     source = args.parquet or filter(None, [repo, args.name, args.split, args.column])
     stream = partial(tokenise, files, args, 0)
     documents = [args.column, sizes]
-    build(folder, "fineweb", [stream], args, " ".join(source), documents, content)
+    build(out_dir, "fineweb", [stream], args, " ".join(source), documents, content)
     args.rules.report()
 
 

@@ -97,7 +97,8 @@ def copy_ids(args: argparse.Namespace) -> None:
             paths = list(map(Path, split))
             streams.append(partial(in_turn, [partial(read_ids, path) for path in paths]))
             checksums.append([checksum(path, vocab_size) for path in paths])
-        build(folder.name, "text", streams, args, " ".join(args.paths), checksums)
+        out_dir = args.out_dir or Path("data", folder.name)
+        build(out_dir, "text", streams, args, " ".join(args.paths), checksums)
 
 
 # ---- characters ----

@@ -33,7 +33,7 @@ import pyarrow
 import pyarrow.parquet
 from tqdm import tqdm
 
-from data.build import BATCH, build, check_folder, out_dir_of, parse_options, tokenise
+from data.build import BATCH, build, check_folder, parse_options, tokenise
 from data.documents import Document, Rules, reading
 from data.ids import are_ids, copy_ids
 from data.tokenizer import split_text
@@ -256,14 +256,12 @@ def find_cut(source: Source) -> int:
     )
 
 
-def split(sources: list[Source], val: list[Source] | None) -> tuple[list[Source], list[Source]]:
+def split(sources: list[Source]) -> tuple[list[Source], list[Source]]:
     """Split sources into (train, val).
 
-    Without sources for validation, a tenth of them, at least one, is chosen by the hash of the
-    name; a single source is divided.
+    For validation a tenth of them, at least one, is chosen by the hash of the name; a single source
+    is divided.
     """
-    if val is not None:
-        return sources, val
     if len(sources) == 1:
         return divide(sources[0])
     ranked = sorted(sources, key=lambda s: hashlib.sha256(os.fsencode(s.name)).digest())
@@ -304,24 +302,26 @@ def main(argv: list[str] | None = None) -> None:
     folder = f"text_{Path(args.tokenizer).stem}"
     if repeats:
         folder += "_repeat"
-    check_folder(out_dir_of(args, folder), args)  # before the files are read
+    out_dir = args.out_dir or Path("data", folder)
+    check_folder(out_dir, args)  # before the files are read
     if args.paths:
         source = " ".join(args.paths)
         files = list_files(args.paths)
     else:
         source = f"standard library of Python {platform.python_version()}"
         files = list_stdlib()
-    val = None
+    val_files: Files = []
     if args.val:
         val_files = list_files(args.val)
         held_out = {path.resolve() for _, path in val_files}
         files = [(name, path) for name, path in files if path.resolve() not in held_out]
         if not files:
             raise UserError(f"{source}: --val names all of it, so nothing is left to train on")
-        val = inspect(val_files, args.rules)
-    sources = inspect(files, args.rules)
+    val = inspect(val_files, args.rules)
+    train = inspect(files, args.rules)
     args.rules.report()
-    train, val = split(sources, val)
+    if not args.val:
+        train, val = split(train)
     if not train or not val:
         raise UserError(f"{source}: too little text for training and validation")
     print_names("training", train)
@@ -333,7 +333,7 @@ def main(argv: list[str] | None = None) -> None:
         streams.append(partial(tokenise, readers, args, repeat))
         checksums.append([(source.name, source.sha256) for source in split_sources])
     documents = [args.column, checksums]
-    build(folder, "text", streams, args, source, documents)
+    build(out_dir, "text", streams, args, source, documents)
 
 
 def print_names(split: str, sources: list[Source]) -> None:

@@ -137,11 +137,11 @@ class Saver:
     are damaged: they are deleted once a checkpoint is saved. Only rank 0 writes.
     """
 
-    def __init__(self, run: Path, config: Config, resumed_at: int | None):
-        self.run = run
+    def __init__(self, config: Config, resumed_at: int | None):
+        self.run = Path(config.out_dir)
         self.config = config
         last_intact = resumed_at or 0
-        self.intact = [path for path in checkpoints(run) if step_of(path) <= last_intact]
+        self.intact = [path for path in checkpoints(self.run) if step_of(path) <= last_intact]
         self.thread = ThreadPoolExecutor(1)
         self.pending = self.thread.submit(lambda: None)
         self.has_failed = False  # a write, since a step_*.pt was written

@@ -48,11 +48,11 @@ def command_line() -> Config:
 def load_config(arguments: list[str]) -> Config:
     """The Config of a command line: config files from left to right, then --key=value.
 
-    Takes `["configs/scales/tiny.py", "configs/lssar_p15.py", "--p=3"]`, and `--key` alone for a
-    bool. A run's folder stands for the run's settings, and `--resume` with an
-    out_dir needs no file at all. With --init_from=hf:NAME or nanogpt:FILE the sizes that are not
-    set come from there. Raises UserError for a missing file, an unknown setting (naming the nearest
-    one), a wrong type, and values that contradict each other.
+    An example is `["configs/scales/tiny.py", "configs/lssar_p15.py", "--p=3"]`; a bool may be
+    `--key` alone. A run's folder stands for the run's settings, and `--resume` with an out_dir
+    needs no file at all. With --init_from=hf:NAME or nanogpt:FILE the sizes that are not set come
+    from there. Raises UserError for a missing file, an unknown setting (naming the nearest one), a
+    wrong type, and values that contradict each other.
     """
     values: dict[str, Any] = {}
     overrides: dict[str, Any] = {}

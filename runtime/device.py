@@ -245,11 +245,11 @@ PATCH = (
 def environment(device: torch.device) -> dict[str, Any]:
     """Return versions, the commit, and the machine: the GPU's name, or the CPU's."""
     on_gpu = device.type == "cuda"
-    is_tracked = bool(git("ls-files"))  # not so in a copy inside another repository
-    commit = git("rev-parse", "HEAD") if is_tracked else None
-    changes = (
-        git("status", "--porcelain", "--untracked-files=no", "--", ".") if is_tracked else None
-    )
+    commit = None
+    changes = None
+    if git("ls-files"):  # nothing is listed in a copy inside another repository
+        commit = git("rev-parse", "HEAD")
+        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -24,8 +24,8 @@ GPT2 = {
 def pretrained_settings(values: dict[str, Any]) -> dict[str, Any]:
     """Return the sizes and positions of the GPT-2 in values["init_from"], if any.
 
-    Raises UserError if it cannot be read, it has another architecture than OpenAI's or
-    nanoGPT's, or `values` contradict it.
+    Raises UserError if it cannot be read, has another architecture than OpenAI's or nanoGPT's, or
+    contradicts `values`.
     """
     source = str(values.get("init_from"))  # not validated yet: it may have any type
     if source.startswith(PRETRAINED):

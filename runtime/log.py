@@ -34,17 +34,12 @@ class Log:
     A run that is resumed continues its metrics.jsonl after the step `resumed_at`.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        config: Config,
-        resumed_at: int | None,
-        quiet: bool,
-    ):
+    def __init__(self, config: Config, resumed_at: int | None, quiet: bool):
         self.config = config
         self.quiet = quiet
         if quiet:
             return
+        run = Path(config.out_dir)
         earlier = []
         if resumed_at is not None:  # the run repeats later steps
             earlier = [values for values in read_metrics(run) if values["step"] <= resumed_at]
@@ -52,7 +47,7 @@ class Log:
         with atomic_write(path, "w") as file:
             file.writelines(json.dumps(values) + "\n" for values in earlier)
         self.file = open(path, "a")
-        self.wandb = start_wandb(run, config, resumed=resumed_at is not None)
+        self.wandb = start_wandb(config, resumed=resumed_at is not None)
         for values in earlier:  # a killed run may not have sent them to wandb
             self.send(values)
 
@@ -60,7 +55,7 @@ class Log:
         if not self.quiet:
             say(text)
 
-    def progress(self, items: Iterable, name: str, count: int | None = None) -> Any:
+    def progress(self, items: Iterable, name: str, count: int) -> Any:
         """The items; on a terminal, with a progress bar if they take more than two seconds."""
         hidden = self.quiet or None  # None: hidden if there is no terminal
         return tqdm(items, name, count, leave=False, delay=2, disable=hidden)
@@ -197,19 +192,20 @@ def wandb_settings(config: Config) -> Any:
     return settings
 
 
-def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
+def start_wandb(config: Config, resumed: bool) -> Any:
     """Start a wandb run; returns None if wandb is disabled, not installed or not logged in to.
 
     Its id is saved in wandb.json in the run's folder, so that a resumed run continues it.
     """
     settings = wandb_settings(config)
+    is_auto = wandb_mode(config) == "auto"
     if settings is None:
-        if wandb_mode(config) == "auto":
+        if is_auto:
             say("wandb is off: it is not installed")
         return None
     import wandb
 
-    if wandb_mode(config) == "auto":
+    if is_auto:
         try:
             has_key = wandb.login(prompt=False, verify=False)
         except wandb.errors.Error as error:  # WANDB_API_KEY is not of a key's form
@@ -218,7 +214,7 @@ def start_wandb(run: Path, config: Config, resumed: bool) -> Any:
         if not has_key:
             say("wandb is off: `wandb login` or --wandb_mode=offline turns it on")
             return None
-    path = run / "wandb.json"
+    path = Path(config.out_dir, "wandb.json")
     saved = read_json(path, dict[str, str]) if resumed else None
     init = partial(
         wandb.init,

@@ -83,7 +83,7 @@ def init_from_difference(run: Path, init_from: str) -> str | None:
     return f"--init_from={began}" if began else "random weights"
 
 
-def write_run_metadata(run: Path, config: Config, facts: dict, training: Training) -> None:
+def write_run_metadata(config: Config, facts: dict, training: Training) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
     `facts` are recorded too: what layers.selfcheck found, the identity of the data, and the
@@ -91,6 +91,7 @@ def write_run_metadata(run: Path, config: Config, facts: dict, training: Trainin
     hash of the formulas from its first start, and appends its changed settings and its environment.
     Each start writes a patch.
     """
+    run = Path(config.out_dir)
     copy_tokenizer(config.tokenizer, run)
     settings = config.as_dict()
     if config.resume:  # the weights come from the checkpoint: keep the original init_from

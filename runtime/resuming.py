@@ -59,12 +59,13 @@ def check_init_from(run: Path, init_from: str) -> None:
         )
 
 
-def load_to_resume(run: Path, config: Config) -> State:
+def load_to_resume(config: Config) -> State:
     """Load the latest checkpoint of a run that this config continues.
 
     Raises UserError if a setting or the formulas changed that must not change on resume, and if a
     new max_iters would change past learning rates and no schedule is given.
     """
+    run = Path(config.out_dir)
     state = load(find(run, quiet=rank() > 0).path)
     before = settings_before(state)
     now = settings_of(config)

@@ -135,7 +135,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
                 f"{out} was fine-tuned on {data_before}, not {data}: repeat its options, or give "
                 "another --out_dir"
             )
-        state = resuming.load_to_resume(out, config)
+        state = resuming.load_to_resume(config)
     optimizers = build_optimizers(model, config)
     scaler = build_scaler(device, options.torch_dtype)
     # so that train.py does not continue this run on its shards
@@ -145,7 +145,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
         training.restore(state, config)
 
     # ---- loop ----
-    metadata.write_run_metadata(out, config, kernels, training)
+    metadata.write_run_metadata(config, kernels, training)
     write_json(out / "squad.json", data)
     say(
         f"{config.label}: {len(examples):,} examples "

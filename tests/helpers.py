@@ -120,9 +120,10 @@ def saved_run(folder: Path, model: GPT) -> Path:
     """A run's folder as train.py leaves it, for an untrained model."""
     folder.mkdir(parents=True, exist_ok=True)
     training = Training(model, torch.float32, [], torch.amp.GradScaler("cpu"), step=7)
-    write_run_metadata(folder, model.config, {}, training)
-    with closing(Saver(folder, model.config, None)) as saver:
-        saver.save("step", training.state(model.config))
+    config = model.config.replace(out_dir=str(folder))
+    write_run_metadata(config, {}, training)
+    with closing(Saver(config, None)) as saver:
+        saver.save("step", training.state(config))
         saver.wait()
     return folder
 

@@ -190,7 +190,7 @@ def test_checkpoints_are_written_beside_the_training_in_order(tmp_path, monkeypa
     def state(step):
         return checkpoint.State(model={"w": tensor}, step=step, config={})
 
-    with closing(checkpoint.Saver(tmp_path, Config(), None)) as saver:
+    with closing(checkpoint.Saver(Config(out_dir=str(tmp_path)), None)) as saver:
         saver.save("step", state(1))
         tensor += 1  # training goes on
         assert written == []
@@ -230,7 +230,7 @@ def test_a_failed_write_costs_one_checkpoint(tmp_path, monkeypatch, capsys):
     """The disk is full for a while, then for good."""
     full = True
     fill_disk(monkeypatch, lambda path: full)
-    with closing(checkpoint.Saver(tmp_path, Config(), None)) as saver:
+    with closing(checkpoint.Saver(Config(out_dir=str(tmp_path)), None)) as saver:
         saver.save("step", empty_state(1))
         wait([saver.pending])
         full = False
@@ -249,7 +249,7 @@ def test_a_failed_write_costs_one_checkpoint(tmp_path, monkeypatch, capsys):
 def test_best_weights_do_not_make_up_for_checkpoints_that_fail(tmp_path, monkeypatch):
     """The disk has room for best.pt alone, from which no run can be resumed."""
     fill_disk(monkeypatch, lambda path: path.name != "best.pt")
-    with closing(checkpoint.Saver(tmp_path, Config(), None)) as saver:
+    with closing(checkpoint.Saver(Config(out_dir=str(tmp_path)), None)) as saver:
         saver.save("step", empty_state(1))
         saver.save("best", empty_state(2))
         saver.save("step", empty_state(3))

@@ -82,14 +82,14 @@ def test_the_validation_files_are_always_the_same_tenth(folder, tmp_path):
     for name in ("texts", "moved"):
         folder = folder.rename(tmp_path / name)
         sources = inspect(*text.list_files([folder]))
-        train, val = text.split(sources, None)
+        train, val = text.split(sources)
         assert len(sources) == 25
         assert sources == sorted(train + val, key=lambda source: source.name)
         assert [source.name for source in val] == ["18.txt", "20.txt"]
-    train, val = text.split(sources[:2], None)
+    train, val = text.split(sources[:2])
     assert len(train) == len(val) == 1
     foreign = replace(sources[0], name=os.fsdecode(b"caf\xe9.txt"))  # not UTF-8
-    _, val = text.split([foreign, *sources], None)
+    _, val = text.split([foreign, *sources])
     assert len(val) == 2
 
 

@@ -292,8 +292,8 @@ def started(run, resumed_at):
     """Record that a run starts, or is resumed at a step."""
     scaler = torch.amp.GradScaler("cpu")
     training = Training(nn.Linear(1, 1), torch.float32, [], scaler, resumed_at=resumed_at)
-    config = Config(resume=resumed_at is not None)
-    metadata.write_run_metadata(run, config, {}, training)
+    config = Config(out_dir=str(run), resume=resumed_at is not None)
+    metadata.write_run_metadata(config, {}, training)
 
 
 def test_a_run_keeps_the_changes_that_its_commit_has_not(repository, tmp_path):

@@ -8,8 +8,6 @@ import torch
 from evaluation import layer_attention_weights, mean_loss
 from tests.helpers import small_model
 
-CPU = torch.device("cpu")
-
 
 def test_mean_loss_is_over_tokens_not_over_batches():
     """Against each token's loss, from the logits in float64; batches and windows of any size."""
@@ -25,12 +23,12 @@ def test_mean_loss_is_over_tokens_not_over_batches():
         losses += by_token.flatten().tolist()
     assert len(losses) == 16 * 8 + 27
     expected = math.fsum(losses) / len(losses)
-    loss = mean_loss(model, iter(batches), CPU, torch.float32)
+    loss = mean_loss(model, iter(batches), torch.float32)
     assert loss == pytest.approx(expected, rel=1e-7)  # float32 logits
 
     sum_over_batches = 0.0
     for batch in batches:
-        sum_over_batches += mean_loss(model, [batch], CPU, torch.float32)
+        sum_over_batches += mean_loss(model, [batch], torch.float32)
     assert loss != pytest.approx(sum_over_batches / len(batches), rel=1e-5)
 
 

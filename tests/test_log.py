@@ -82,14 +82,14 @@ def test_training_needs_no_wandb(monkeypatch, tmp_path, capsys):
     for module in ("wandb", "pydantic"):
         monkeypatch.setitem(sys.modules, module, None)  # an import of it raises ImportError
     assert wandb_settings(Config()) is None
-    assert start_wandb(tmp_path, Config(), resumed=False) is None
+    assert start_wandb(Config(out_dir=str(tmp_path)), resumed=False) is None
     assert capsys.readouterr().out == "wandb is off: it is not installed\n"
     with pytest.raises(UserError, match="wandb_mode = 'offline', but wandb is not installed: pip"):
         wandb_settings(Config(wandb_mode="offline"))
     monkeypatch.setenv("WANDB_MODE", "")
     assert wandb_settings(Config()) is None
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert start_wandb(tmp_path, Config(), resumed=False) is None
+    assert start_wandb(Config(out_dir=str(tmp_path)), resumed=False) is None
     assert not capsys.readouterr().out
 
 
@@ -145,7 +145,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence(train, monkeypatch, refused):
 
 def test_a_resumed_run_sends_wandb_every_step_once(tmp_path, monkeypatch):
     """Steps that a killed process had not sent come from metrics.jsonl."""
-    config = Config(wandb_mode="online")
+    config = Config(out_dir=str(tmp_path), wandb_mode="online")
     sent = []
 
     def send(values, step):
@@ -156,11 +156,11 @@ def test_a_resumed_run_sends_wandb_every_step_once(tmp_path, monkeypatch):
         return SimpleNamespace(id="x1", starting_step=at, offline=False, log=send)
 
     monkeypatch.setattr("wandb.init", init)
-    log = Log(tmp_path, config, None, quiet=False)
+    log = Log(config, None, quiet=False)
     for step in range(6):
         log.write({"step": step, "loss": 1.0})
     sent.clear()
-    log = Log(tmp_path, config, 4, quiet=False)
+    log = Log(config, 4, quiet=False)
     log.write({"step": 5, "loss": 1.0})
     log.validation(5, 2.0)
     assert sent == [
@@ -183,14 +183,14 @@ def test_lines_that_are_no_metrics_are_left_out(tmp_path):
 
 def test_a_run_goes_on_where_wandbs_process_has_died(tmp_path, monkeypatch, capsys):
     """As a signal to all processes of a job ends it."""
-    config = Config(wandb_mode="online")
+    config = Config(out_dir=str(tmp_path), wandb_mode="online")
 
     def dead(*arguments, **named):
         raise ConnectionResetError("Connection lost")
 
     started = SimpleNamespace(id="x1", starting_step=0, offline=False, log=dead, finish=dead)
     monkeypatch.setattr("wandb.init", lambda **settings: started)
-    log = Log(tmp_path, config, None, quiet=False)
+    log = Log(config, None, quiet=False)
     for step in range(3):
         log.write({"step": step, "loss": 1.0})
     log.finish()
@@ -198,14 +198,14 @@ def test_a_run_goes_on_where_wandbs_process_has_died(tmp_path, monkeypatch, caps
         "wandb has stopped (Connection lost): metrics.jsonl has every step\n"
     )
     assert metrics(tmp_path) == dict.fromkeys(range(3), 1.0)
-    log = Log(tmp_path, config, None, quiet=False)
+    log = Log(config, None, quiet=False)
     log.finish()
     assert "wandb has stopped" in capsys.readouterr().out
 
 
 def test_wandb_without_a_login_is_off(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("wandb.login", lambda **options: False)
-    assert start_wandb(tmp_path, Config(), resumed=False) is None
+    assert start_wandb(Config(out_dir=str(tmp_path)), resumed=False) is None
     assert "wandb is off: `wandb login` or" in capsys.readouterr().out
 
 
@@ -218,11 +218,11 @@ def test_wandb_that_does_not_answer_logs_offline(tmp_path, monkeypatch, capsys):
         return SimpleNamespace(id="x1", offline=True, sync_dir="here")
 
     monkeypatch.setattr("wandb.init", init)
-    start_wandb(tmp_path, Config(wandb_mode="online"), resumed=False)
+    start_wandb(Config(out_dir=str(tmp_path), wandb_mode="online"), resumed=False)
     assert "does not answer (timed out): this run is logged offline" in capsys.readouterr().out
 
 
 def test_an_api_key_of_another_form_turns_wandb_off(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "abc")
-    assert start_wandb(tmp_path, Config(), resumed=False) is None
+    assert start_wandb(Config(out_dir=str(tmp_path)), resumed=False) is None
     assert re.search("wandb is off: .*API key", capsys.readouterr().out)

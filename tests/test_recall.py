@@ -179,7 +179,7 @@ def test_the_loss_is_of_answers_alone():
         expected = loss.mean().item()
         assert model(x, y).item() == pytest.approx(expected, rel=1e-5)
     assert list(map(len, losses)) == [128, 32]
-    mean = mean_loss(model, iter(batches), torch.device("cpu"), torch.float32)
+    mean = mean_loss(model, iter(batches), torch.float32)
     expected = torch.cat(losses).mean().item()
     assert mean == pytest.approx(expected, rel=1e-5)
 

@@ -420,7 +420,7 @@ def test_a_run_of_an_edited_formula_is_recognised(run, other_formula, capsys):
     load_run(run)
     assert "was trained with formulas of 'lssar'" in capsys.readouterr().err
     with pytest.raises(UserError, match="formulas of 'lssar' that differ .* resume it with"):
-        resuming.load_to_resume(run, config)
+        resuming.load_to_resume(config)
 
 
 # ---- labels and pictures ----
