@@ -52,13 +52,14 @@ from scripts.recall import Recall
 from scripts.reproduce import committed_tables, kinds, metrics, pictures
 from scripts.reproduce.entries import (
     CONFIGS,
+    FIRST_SEED,
     SETTABLE,
     VIEWS,
     Entry,
     Scale,
     open_scale,
     refuse_seed,
-    refuse_settings_of_runs,
+    refuse_setting_of_runs,
 )
 from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import build_parser, run_experiment
@@ -108,8 +109,8 @@ def main() -> None:
     if task != "language":  # whose tables have names of their own
         words.append(task)
     words += [entry.name for entry in entries]
-    table = shorten("_".join(words).replace(":", "-"))
-    run_experiment(table, experiment, scale, entries, options)
+    table_name = shorten("_".join(words).replace(":", "-"))
+    run_experiment(table_name, experiment, scale, entries, options)
 
 
 def require_scale(name: str) -> None:
@@ -157,9 +158,9 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
     compared, for settings in which entries may not differ, for an unknown view, and where two
     entries have one name.
     """
-    refuse_settings_of_runs(grid)
     values = []
     for key, texts in grid.items():
+        refuse_setting_of_runs(key)
         if key not in COMPARABLE:
             raise UserError(
                 f"--{key}: entries cannot differ in it; set it for all entries in --scale FILE.py"
@@ -178,7 +179,7 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
             entries[entry.name] = entry
             refuse_seed(str(entry.file))
             try:
-                config = scale.run(entry, 0).config
+                config = scale.run(entry, FIRST_SEED).config
                 check_attention(config)
             except UserError as error:
                 raise UserError(f"{entry.name}: {error}") from error
@@ -218,13 +219,17 @@ def build_experiment(
     if lengths:
         trained = scale.config.block_size
         multiples = tuple(length / trained for length in sorted({trained, *lengths}))
-    elif any(scale.run(entry, 0).config.positions == "learned" for entry in entries):
+    elif any(scale.run(entry, FIRST_SEED).config.positions == "learned" for entry in entries):
         multiples = (1,)
     elif task == "recall":
         multiples = Recall.multiples
     else:
         multiples = kinds.MULTIPLES
-    title = f"Compared with {entries[0].name}"
+    title = entries[0].name
+    baseline = ""
+    if len(entries) > 1:
+        baseline = title
+        title = f"Compared with {baseline}"
     made_by = f"Made by `python -m scripts.compare {shlex.join(sys.argv[1:])}`."
     if task == "orbits":
         if lengths:
@@ -238,7 +243,7 @@ def build_experiment(
         experiment = kinds.loss(title, entries, multiples)
     return replace(
         experiment,
-        baseline=entries[0].name,
+        baseline=baseline,
         better=None,
         draw=pictures.together,
         note=made_by,
@@ -257,13 +262,10 @@ def with_committed(experiment: Experiment, scale: Scale, beside: str | None) -> 
             print(reason)
     elif beside != "none":
         committed = committed_tables.open_table(beside, scale, experiment)
-    experiment = replace(experiment, committed=committed)
-    if len(experiment.entries) > 1:
-        return experiment
-    title = experiment.entries[0].name
-    if committed is not None:
+    title = experiment.title
+    if committed is not None and not experiment.baseline:
         title += f" beside {committed['folder']}"
-    return replace(experiment, baseline="", title=title)
+    return replace(experiment, committed=committed, title=title)
 
 
 def require_fixed(name: str, config: Config, scale: Config) -> None:

@@ -14,7 +14,8 @@ sees at most the last T keys (T: the training length). This keeps most models ne
 at no extra cost (models without positions may be harmed). A reader limited to T tokens therefore
 has the lower of two losses: the control's, or the loss at T. The gain from context is that loss
 minus the run's loss at the longest length: above 0 the model uses tokens beyond T, below 0 they
-hurt it. --no_control skips the control, which takes half of the time.
+hurt it. Without T among --lengths, the gain is over the control alone. --no_control skips the
+control, which takes half of the time.
 
 With --whole_documents every window lies inside one document. Without it, a long window holds
 several unrelated documents.
@@ -86,6 +87,10 @@ SMOOTHING = 16
 FIRST_DRAWN = 1 / 32
 UNIT = "validation loss (nats per token)"
 MEANING = "gain: of context beyond the training length, at the longest length; below 0 it hurts"
+WINDOW_ALONE = (
+    "the training length is not among --lengths: the gain is over the sliding window alone, which "
+    "may have a higher loss"
+)
 
 
 @dataclass(frozen=True)
@@ -291,6 +296,11 @@ def gain(result: dict) -> float | None:
     return None if parts is None else parts[0]["loss"] - parts[1]["loss"]
 
 
+def is_over_window_alone(result: dict) -> bool:
+    """Tell whether the gain lacks the loss at T, which may be lower than with the window."""
+    return "control" in result and result["trained_length"] not in result["lengths"]
+
+
 def gain_error(result: dict) -> float | None:
     """The standard error of `gain` over the text; None if unknown, or if the gain is 0 by itself.
 
@@ -346,6 +356,8 @@ def print_losses(results: Results, title: str, whole_documents: bool) -> None:
         print(f"{first['tokens']:,} tokens; standard error of a loss over this text: {loss_errors}")
     if has_gains:
         print(MEANING)
+    if any(is_over_window_alone(result) for result in results.values()):
+        print(WINDOW_ALONE)
     if gain_errors_text := error_range(map(gain_error, results.values())):
         print(f"standard error of a gain over this text: {gain_errors_text}")
     for sentence in on_documents(results):

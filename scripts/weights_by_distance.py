@@ -14,7 +14,8 @@ all layers and heads on validation tokens, in windows of the training length:
                         query
 
 A negative weight is neither positive nor 0. The table has means over layers, heads and pairs of
-query and key: near, at distances below 1/16 of the length; far, from half of it; and all. The
+query and key: near, at distances below 1/16 of the length; far, from half of it; and all. Near and
+far are whole groups of distances, so they are narrower if the length is not a power of 2. The
 picture is weights_by_distance.png.
 
 RUN/weights_by_distance.json is a list of measurements:

@@ -130,6 +130,8 @@ def test_nothing_is_measured_twice(save_untrained, call, shards, measured, capsy
         printed = capsys.readouterr().out
         has_control = "--no_control" not in options
         assert ("gain:" in printed) == has_control
+        is_without_t = "--lengths=64,32" in options  # T is 16
+        assert ("the gain is over the sliding window alone" in printed) == is_without_t
     measurements = measured_losses(run)
     plain, longer_window, other_base, ntk, dynamic_ntk, _, control = measurements
     for measurement in (longer_window, dynamic_ntk, control):

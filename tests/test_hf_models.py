@@ -313,10 +313,11 @@ def test_another_scaling_of_rope(save, text_file, scaling, kind, longest, window
         "rope_theta": 500.0,
         "original_max_position_embeddings": 16,
     }
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    for length in (8, 64):
+    for length in (8, 64, 40, 16):
         x = tokens[:, :length]
+        # a new one, because transformers keeps the scaling of a longer text before this one
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config)
         with torch.no_grad():
             logits = run.model.logits(run.model.hidden(x))
             expected = model(x).logits

@@ -44,6 +44,10 @@ class CausalLM:
         if self.first_token is not None:
             idx = idx.clone()
             idx[:, 0] = self.first_token
+        for module in self.trunk.modules():
+            if getattr(module, "rope_type", None) == "dynamic":
+                # else transformers keeps the frequencies of a longer text before this one
+                module.max_seq_len_cached = 0
         output = self.trunk(input_ids=idx, use_cache=False)
         self.output_type = type(output)
         return output.last_hidden_state

@@ -67,18 +67,16 @@ def load_run(run: AnyRun, options: Options | None = None) -> Run:
             model = cast(GPT, load_model(weights, options, device))
         facts = model_facts(weights, options)
     else:
-        model, facts = load_trained(weights, trained, config, options, device)
+        model = load_trained(weights, trained, options, device)
+        facts = run_facts(trained, weights, options, model)
     return Run(folder_of(weights), config, model, device, options.torch_dtype, facts)
 
 
 def load_trained(
-    weights: Checkpoint,
-    trained: Config,
-    config: Config,
-    options: Options,
-    device: torch.device,
-) -> tuple[GPT, dict]:
-    """Load a run trained with the config `trained`: a model of `config`, and `run_facts`."""
+    weights: Checkpoint, trained: Config, options: Options, device: torch.device
+) -> GPT:
+    """Load the weights of a run that was trained with this config, opened with the options."""
+    config = options.apply_to(trained)
     model = open_model(config, options.window).to(device).eval()
     check_kernels(model, config, options.torch_dtype)
     options.check_rope(config)
@@ -87,7 +85,6 @@ def load_trained(
     model.scale_scores(options.log_base)
     checkpoint.copy_weights(model, checkpoint.load(weights.path), weights.path)
     weights.id_if_unchanged()  # so that the id in the facts is of the weights that were read
-    facts = run_facts(trained, weights, options, model)
     if options.window is not None:
         check_windows(model, device, options.torch_dtype)
     folder = folder_of(weights)
@@ -97,7 +94,7 @@ def load_trained(
     changed = metadata.data_difference_of(folder, trained)
     if changed:
         print(f"warning: {weights.run} was trained on {changed}", file=sys.stderr)
-    return model, facts
+    return model
 
 
 def open_model(config: Config, limit: int | None) -> GPT:

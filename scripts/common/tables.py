@@ -24,7 +24,7 @@ from runtime.files import atomic_write, write_json
 
 HOW_TO_READ = "How to read the columns, ± and bold: docs/evaluations.md, A table of the papers."
 # The lists and dicts of an evaluation that table.json keeps; see `short`.
-LISTS = ("lengths", "loss", "standard_error", "environment")
+KEPT = ("lengths", "loss", "standard_error", "environment")
 
 
 def print_table(rows: Sequence[Sequence[str]], width: int = 0) -> None:
@@ -142,7 +142,7 @@ def short(evaluation: dict) -> dict:
     """An evaluation without its long entries, such as the loss at every position."""
     entries = {}
     for key, value in evaluation.items():
-        if key in LISTS or not isinstance(value, (list, dict)):
+        if key in KEPT or not isinstance(value, (list, dict)):
             entries[key] = value
     if "control" in evaluation:
         entries["control"] = short(evaluation["control"])

@@ -206,8 +206,7 @@ def stretches(
 
 def windows(text: NDArray[np.integer], length: int, device: torch.device) -> Batches:
     """The windows of `stretches`: x, y, int64 [B, length], y being x shifted by one token."""
-    starts = slice(None, None, length)
-    cut = sliding_window_view(text, length + 1, axis=1)[:, starts]
+    cut = sliding_window_view(text, length + 1, axis=1)[:, ::length]
     for batch in batches(cut.reshape(-1, length + 1), length):
         yield copy_to(device, *inputs_and_targets(np.stack(batch)))
 

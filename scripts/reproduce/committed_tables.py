@@ -29,7 +29,7 @@ TRAINING = (
     "init_from",
     "document_mask",
 )
-# Facts of a measurement that identify its data, which the conditions of a table compare.
+# Facts of a measurement that name its data; not compared here, as the conditions have its hashes.
 COMPARED_BY_CONDITIONS = ("data_dir", "val_sha256", "tokenizer", "recall sequences")
 
 
@@ -164,7 +164,7 @@ def with_columns(committed: dict, table: dict) -> dict:
 
 
 def without_remark(column: str) -> str:
-    """Return the name of a column: of the gain from context without what is available."""
+    """Return a column's name without "(available: ...)", which the gain from context may have."""
     return column.partition(" (")[0]
 
 

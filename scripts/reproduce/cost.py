@@ -41,6 +41,8 @@ def print_entries(names: Sequence[str], columns: Sequence[str], paper: dict[str,
 def print_cost(runs: Sequence[PlannedRun], out: Path) -> None:
     """Print which data are missing, and the disk and the hours of the runs that are left."""
     left = [run for run in runs if not run.finished]
+    if not left:
+        return
     folders = [run.config.data_dir for run in left if "language" in run.config.tasks]
     for folder in dict.fromkeys(folders):
         if not Path(folder).exists():
@@ -60,8 +62,6 @@ def print_cost(runs: Sequence[PlannedRun], out: Path) -> None:
         flop += model.flops_per_token() * run.tokens_left
     for warning in sorted(warnings):
         print(warning)
-    if not left:
-        return
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     print(f"disk: at most {disk / 1e9:,.3g} GB of checkpoints; {free / 1e9:,.3g} GB are free")
@@ -96,7 +96,7 @@ def measured_flops(config: Config) -> float:
     if device.type == "cpu":
         tokens = max(1, int(CPU_FLOP / flops_per_token(config)))
         length = min(length, tokens)
-        sequences = min(sequences, max(1, tokens // length))
+        sequences = min(sequences, tokens // length)
     config = config.replace(
         block_size=length,
         batch_size=sequences,

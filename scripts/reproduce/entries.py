@@ -4,7 +4,7 @@ All tables share the runs: OUT/<scale>/<run>/seed<seed>.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -287,36 +287,30 @@ def open_scale(name: str, out: str, task: str = "language", settings: Sequence[s
     return scale
 
 
-def refuse_settings_of_runs(keys: Iterable[str]) -> None:
+def refuse_setting_of_runs(key: str) -> None:
     """Raise UserError for a setting that each run of a table has for itself."""
-    for key in keys:
-        if key in OF_RUNS:
-            raise UserError(f"--{key} cannot be set: each run has its own; {OF_RUNS[key]}")
+    if key in OF_RUNS:
+        raise UserError(f"--{key} cannot be set: each run has its own; {OF_RUNS[key]}")
 
 
 def require_settable(settings: Sequence[str]) -> None:
     """Raise UserError for settings that the command line may not change."""
-    refuse_settings_of_runs(map(key_of, settings))
     for argument in settings:
         if not argument.startswith("--"):
             raise UserError(
                 f"{argument} is not a setting --key=value; scripts.compare takes config files"
             )
-        key = key_of(argument)
-        if key in SETTABLE:
-            continue
+        key = argument.removeprefix("--").partition("=")[0]
+        refuse_setting_of_runs(key)
         require_known_setting(key, "the command line")
-        raise UserError(
-            f"--{key} cannot be set here, but in a file for --scale FILE.py; "
-            f"only {', '.join(sorted(SETTABLE))} can"
-        )
+        if key not in SETTABLE:
+            raise UserError(
+                f"--{key} cannot be set here, but in a file for --scale FILE.py; "
+                f"only {', '.join(sorted(SETTABLE))} can"
+            )
 
 
 def refuse_seed(file: str) -> None:
     """Raise UserError for a config file that sets seed, which differs from run to run."""
     if "seed" in read_file(file):
         raise UserError(f"{file} sets seed, but {OF_RUNS['seed']}")
-
-
-def key_of(argument: str) -> str:
-    return argument.partition("=")[0].removeprefix("--")

@@ -48,7 +48,6 @@ def loss(
     entries: Entries,
     multiples: Multiples,
     documents: str = "trained",
-    no_control: bool = False,
     draw: Draw = pictures.together,
     **more: Any,
 ) -> Experiment:
@@ -59,7 +58,7 @@ def loss(
             lengths=all_in_tokens(multiples, config),
             tokens=config.val_tokens,
             documents=documents,
-            no_control=no_control,
+            no_control=documents == "both",  # it is measured only as the run was trained
         )
 
     return Experiment(
@@ -96,10 +95,7 @@ def loss_and_gain(
 def loss_joined_and_apart(
     title: str, entries: Entries, multiples: Multiples, **more: Any
 ) -> Experiment:
-    """Measure the loss across documents by length, then within documents, of every run.
-
-    Without a control, which is measured only in the way the run was trained.
-    """
+    """Measure the loss across documents by length, then within documents, of every run."""
 
     def values(measured: dict) -> list[float]:
         # what a run was trained with has no name of its own
@@ -108,7 +104,7 @@ def loss_joined_and_apart(
         return [*across["loss"], *within["loss"]]
 
     return replace(
-        loss(title, entries, multiples, documents="both", no_control=True, **more),
+        loss(title, entries, multiples, documents="both", **more),
         columns=tuple(f"{multiple:g}x{pictures.APART}" for multiple in multiples),
         values=values,
     )
@@ -160,10 +156,10 @@ def loss_by_position(
     note: str = "",
     **rope_options: Any,
 ) -> Experiment:
-    """Measure the loss at every position of windows of one length; columns are around positions.
+    """Measure the loss at every position of windows of one length.
 
-    There are `sequences` windows, or as many as the validation text has. `rope_options` are
-    options of the evaluation.
+    Columns are means around chosen positions. There are `sequences` windows, or as many as the
+    validation text has. `rope_options` are options of the evaluation.
     """
     shown = (0.5, 1, 2, 4, 8, 16)
 

@@ -129,18 +129,19 @@ class Work:
         """Measure the finished runs; returns a sentence for each failure."""
         failures = []
         for evaluation, run in self.evaluations():
+            if not run.finished:
+                continue
             try:
-                if run.finished:
-                    measured = runner.measure_or_load(evaluation, run.folder)
-                    if measured["step"] != run.step:  # a checkpoint before a damaged one
-                        failures.append(
-                            f"{run.folder}: the checkpoint of step {run.step} cannot be read; "
-                            f"`python train.py --resume {run.folder}` trains on from step "
-                            f"{measured['step']}"
-                        )
+                measured = runner.measure_or_load(evaluation, run.folder)
             # such as a GPU's memory, or damaged files, which other runs may not have
             except (RuntimeError, UserError) as error:
                 failures.append(f"{run.folder} cannot be evaluated: {first_line(error)}")
+                continue
+            if measured["step"] != run.step:  # a checkpoint before a damaged one
+                failures.append(
+                    f"{run.folder}: the checkpoint of step {run.step} cannot be read; `python "
+                    f"train.py --resume {run.folder}` trains on from step {measured['step']}"
+                )
         return failures
 
     def results(self, entry: Entry) -> list[dict]:

@@ -72,14 +72,10 @@ def lengths_of(table: dict) -> list[int]:
     return [int(column.partition(", ")[2].replace(",", "")) for column in columns]
 
 
-def has_both_losses(table: dict) -> bool:
-    """Tell whether every run was measured across documents and within them."""
-    return any(column.endswith(APART) for column in table["columns"])
-
-
 def control_losses(table: dict, runs: Sequence[dict]) -> list[float]:
     """Return the losses of the control at each length, means over runs; empty without a control."""
-    if has_both_losses(table):  # the control is measured only as the run was trained
+    # losses across and within documents: their control was measured in one of the two ways alone
+    if any(column.endswith(APART) for column in table["columns"]):
         return []
     losses = []
     for run in runs:

@@ -1,4 +1,4 @@
-"""Planned runs: which of them are left to train, their cost, and their training."""
+"""Planned runs: which of them are left to train, and their training."""
 
 import os
 import signal
@@ -180,7 +180,7 @@ def mismatches(runs: Sequence[PlannedRun]) -> list[str]:
     return sentences
 
 
-def cost(runs: Sequence[PlannedRun]) -> str:
+def left_to_train(runs: Sequence[PlannedRun]) -> str:
     """Say how many runs and tokens are left to train."""
     left = [run for run in runs if not run.finished]
     if not left:
@@ -217,7 +217,7 @@ def train(runs: Sequence[PlannedRun]) -> list[str]:
             failures.append(f"{run.folder} starts from {run.base.folder}, which is not finished")
             left.remove(run)
             continue
-        print(f"\n{run.folder}; {cost(left)}", flush=True)
+        print(f"\n{run.folder}; {left_to_train(left)}", flush=True)
         code = check_with_torchrun(run) or call(run.command())
         if code and is_locked(run.folder):  # torchrun exits with 1 instead of EXIT_MISTAKE
             continue  # another process was faster to start

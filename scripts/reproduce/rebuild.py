@@ -28,9 +28,9 @@ def main() -> None:
 def rebuild(folder: Path) -> None:
     """Write the files of a table anew. Raises UserError without the JSON of a table."""
     file = folder / "table.json"
-    if not file.is_file():
-        raise UserError(f"{folder} has no table.json")
     table = read_json(file)
+    if table is None:
+        raise UserError(f"{folder} has no table.json")
     try:
         for row in table["rows"].values():
             row |= summarise(row["runs"])

@@ -33,7 +33,7 @@ from scripts.reproduce.entries import FIRST_SEED, Entry, Scale
 from scripts.reproduce.headroom import HEADROOM, LONGER, available, by_seed
 from scripts.reproduce.kinds import GAIN
 from scripts.reproduce.measure import Experiment, Pictures, Work, in_tokens
-from scripts.reproduce.planned import check_plan, cost, stop_on_signals, train
+from scripts.reproduce.planned import check_plan, left_to_train, stop_on_signals, train
 
 # Facts of an evaluation that the caption mentions, if they are known.
 MENTIONED = ("rope_theta", "tokens", "trials", "lm_eval")
@@ -85,7 +85,7 @@ def run_experiment(
     print(f"{experiment.title}, scale {scale.title}, {entries}")
     to_train = "computed without runs"
     if runs:
-        to_train = cost(runs)
+        to_train = left_to_train(runs)
     if options.plan:
         paper, _ = paper_values(experiment, scale)
         columns = column_names(experiment, scale.config)
