@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.build import COLUMN, build, in_turn
+from data.build import COLUMN, build, check_folder, in_turn
 from data.shards import HEADER, MAGIC, TOKEN, Tokens, check_ids
 from data.vocabulary import END_OF_TEXT, TOKENIZER, count_ids
 from errors import UserError
@@ -90,6 +90,8 @@ def copy_ids(args: argparse.Namespace) -> None:
                 raise UserError(f"{meta_pkl} says what the ids stand for: leave out --tokenizer")
             args.tokenizer = str(Path(temporary, TOKENIZER))
             tokenizer_of_characters(meta_pkl).save(args.tokenizer)
+        out_dir = args.out_dir or Path("data", folder.name)
+        check_folder(out_dir, args)  # before the ids are read
         vocab_size = count_ids(args.tokenizer)
         streams = []
         checksums = []
@@ -97,7 +99,6 @@ def copy_ids(args: argparse.Namespace) -> None:
             paths = list(map(Path, split))
             streams.append(partial(in_turn, [partial(read_ids, path) for path in paths]))
             checksums.append([checksum(path, vocab_size) for path in paths])
-        out_dir = args.out_dir or Path("data", folder.name)
         build(out_dir, "text", streams, args, " ".join(args.paths), checksums)
 
 

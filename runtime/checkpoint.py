@@ -208,7 +208,11 @@ class Checkpoint:
 
     @functools.cached_property  # it reads the whole file
     def id(self) -> dict[str, Any]:
-        """The step and sha256, which identify the weights in results."""
+        """The step and sha256, which identify the weights in results.
+
+        Raises UserError as `require_unchanged` does.
+        """
+        self.require_unchanged()
         return {"step": load(self.path).step, "sha256": sha256_of(self.path)}
 
     def id_if_unchanged(self) -> dict[str, Any]:

@@ -247,7 +247,9 @@ def check_saved_keys(values: dict[str, Any], source: str | Path) -> None:
 def recorded_data_dir(run: Path) -> Path | None:
     """The absolute path of the data_dir that a run was trained on, as the run recorded it."""
     path = run / DATA_DIR
-    return Path(path.read_text(errors="replace").strip()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    return Path(path.read_text(encoding="utf-8", errors="replace").strip())
 
 
 def find_data(data_dir: str) -> str:

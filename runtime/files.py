@@ -46,14 +46,15 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
 
     A kill or an error leaves the previous content in place. The temporary file is hidden beside it,
     under a random name; a kill leaves it there until `lock_folder` deletes it. Raises UserError if
-    it cannot be written.
+    it cannot be written. Text is written in UTF-8.
     """
     path = Path(path)
+    encoding = None if "b" in mode else "utf-8"
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with writing(path):
         try:
             # x: a new file, never one that a link at this place leads to
-            with open(temporary, mode.replace("w", "x")) as file:
+            with open(temporary, mode.replace("w", "x"), encoding=encoding) as file:
                 with suppress(OSError):  # a network file system without locks
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield file

@@ -45,6 +45,7 @@ from generation import next_logits
 from layers.build import build_model
 from layers.cache import KVCache
 from layers.documents import positions_in_documents
+from layers.heads import check_attention
 from layers.selfcheck import check_kernels
 from model import GPT, compile_model
 from optim import build_optimizers, build_scaler
@@ -84,6 +85,7 @@ Step = Callable[[], object]
 def main() -> None:
     arguments, settings = parse_arguments()
     models = parse_models(arguments.configs, arguments.impls.split(","), settings)
+    check_models(models, arguments.phases)
     figures = measure(models, arguments.rounds, arguments.phases)
     config = next(iter(models.values()))
     device = open_device(config.device)
@@ -199,6 +201,22 @@ def parse_model(path: str, impl: str, settings: list[str]) -> Config:
     if config.task == "orbits":
         raise UserError("benchmark measures models of one token a position, not task = orbits")
     return config.replace(name=Path(path).stem)  # without the settings, which are of all models
+
+
+def check_models(models: dict[str, Config], phases: Sequence[str]) -> None:
+    """Raise UserError, before the first is built, for a model that cannot take these phases."""
+    attention_alone = not {"attention", "attention_eval"}.isdisjoint(phases)
+    for name, config in models.items():
+        if name == PLAIN:
+            continue
+        try:
+            check_attention(config)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
+        if attention_alone and (config.forget or config.local_window or config.n_kv_head):
+            raise UserError(
+                f"{name}: --phases attention knows no gates, local heads or n_kv_head: take train"
+            )
 
 
 # ---- measuring ----
@@ -400,8 +418,6 @@ def decoding_step(model: GPT, config: Config, x: Tensor) -> Step:
 
 def attention_step(config: Config, device: torch.device, training: bool, say: Say) -> Step:
     """Build a step of one layer's attention: forward and, in training, backward."""
-    if config.forget or config.local_window or config.n_kv_head:
-        raise UserError("--phases attention knows no gates, local heads or n_kv_head: take train")
     dtype = pick_dtype(config.dtype, device)
     # takes little memory; of a window_pattern it is a layer with the window
     layer_config = config.replace(n_layer=1, nope_every=0, window_pattern="", tokenizer="bytes")

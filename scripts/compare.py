@@ -38,11 +38,12 @@ so some measurements may be made twice.
 import itertools
 import shlex
 import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from config import SETTINGS, Config, choices, settings_in
+from config import Config, choices, settings_in
 from errors import UserError, check_choice, command, did_you_mean
 from layers.heads import check_attention
 from runtime.config_files import format_value, load_config, parse, shorten
@@ -62,7 +63,7 @@ from scripts.reproduce.entries import (
     refuse_setting_of_runs,
 )
 from scripts.reproduce.measure import Experiment
-from scripts.reproduce.report import build_parser, run_experiment
+from scripts.reproduce.report import build_parser, require_known, run_experiment
 
 # Settings that entries may differ in: losses on other data or at other lengths cannot be compared.
 COMPARABLE = {*settings_in("attention", "model", "optimisation")} - {
@@ -77,7 +78,9 @@ FILE_VIEWS = [view for view in VIEWS if view not in ("", "oracle")]
 
 @command
 def main() -> None:
-    parser = build_parser("scripts.compare", __doc__, "settings: python train.py --help")
+    views = textwrap.fill(f"VIEW evaluates the run in another way: {', '.join(FILE_VIEWS)}", 79)
+    epilog = f"{views}\nSETTING: one that python train.py --help lists"
+    parser = build_parser("scripts.compare", __doc__, epilog)
     parser.usage = "%(prog)s CONFIG.py[:VIEW] ... --scale SCALE [--SETTING=VALUE,VALUE ...]"
     parser.add_argument(
         "--lengths",
@@ -90,6 +93,7 @@ def main() -> None:
         help="folder of a table.json to show too, or none (default: a comparable committed table)",
     )
     options, rest = parser.parse_known_args()
+    require_known("scripts.compare", rest, vars(options))
     configs = [text for text in rest if not text.startswith("--")]
     settings, grid = read_settings([text for text in rest if text.startswith("--")])
     if not configs:
@@ -131,16 +135,11 @@ def require_scale(name: str) -> None:
 def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     """Split settings into arguments for all runs, and the values of compared settings.
 
-    Raises UserError for an unknown setting, a setting without a value, and a repeated setting.
+    Raises UserError for a setting without a value, and for a repeated setting.
     """
     values: dict[str, str] = {}
     for argument in arguments:
         key, equals, text = argument.removeprefix("--").partition("=")
-        if key not in SETTINGS:
-            raise UserError(
-                f"--{key} is neither an option (python -m scripts.compare --help) nor a setting "
-                f"(python train.py --help); {did_you_mean(key, SETTINGS)}".rstrip("; ")
-            )
         if not equals:
             raise UserError(f"--{key} needs its values after an equals sign: --{key}=VALUE,VALUE")
         if key in values:

@@ -36,7 +36,7 @@ Steps = list[dict[str, float]]  # lines of metrics.jsonl
 class Curves:
     """Draw the curves of runs, also while they train."""
 
-    smooth: PositiveInt = option(1, "steps to average, drawn over a faint curve of all")
+    smooth: PositiveInt = option(1, "steps to average, drawn over a thin curve of all")
 
 
 @command

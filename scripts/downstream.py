@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 from config import Config, PositiveInt
 from errors import UserError, first_line
 from scripts.common.command_line import option, require
+from scripts.common.labels import title_of
 from scripts.common.papers import LSSAR
 from scripts.common.runner import NO_TEXT, Evaluation, Results, as_command
 from scripts.common.runs import Run
@@ -109,8 +110,11 @@ class Downstream(Evaluation):
         from lm_eval.utils import make_table
 
         for name, result in results.items():
-            how = [f"{key} {result[key]}" for key in ("step", "rope", "max_length", "lm_eval")]
-            print(f"\n{name}: {', '.join(how)}")
+            how = [f"step {result['step']}", title_of({name: result})]
+            for key in ("max_length", "limit", "lm_eval"):
+                if result[key] is not None:
+                    how.append(f"{key} {result[key]}")
+            print(f"\n{name}: {', '.join(filter(None, how))}")
             of_all_tasks: dict[str, dict] = {}
             for key in KEPT:
                 of_all_tasks[key] = {}

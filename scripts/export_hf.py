@@ -36,6 +36,8 @@ CODE = "exported_model.SharpAttention"
 IMPORT = re.compile(r"^( *)from ([\w.]+) import (.+)$", re.MULTILINE)
 # The lines that load an exported folder: they are printed, and in its README.md, CARD.
 LOAD = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{folder}", trust_remote_code=True)
 """
@@ -56,9 +58,7 @@ token, is not null. The model's code is in this folder, so loading needs `trust_
 for the tokenizer too: without it transformers asks.
 
 ```python
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-{load}
+import torch{load}
 prompt = [tokenizer.bos_token_id]  # every document began with it
 prompt += tokenizer.encode("The meaning of life is")
 text = model.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=True, top_k=50)

@@ -48,7 +48,7 @@ from runtime.checkpoint import Training
 from runtime.device import open_device
 from runtime.distributed import EXIT_STOPPED
 from runtime.files import lock_folder, read_json, write_json
-from runtime.log import say
+from runtime.log import say, wandb_settings
 from scripts.common.command_line import RUN, option, parse
 from scripts.common.options import LoadingOptions, Options
 from scripts.common.retrieval import ASK
@@ -89,7 +89,10 @@ class FineTuning(LoadingOptions):
 @command
 def main() -> None:
     options, arguments = parse(FineTuning, arguments={"run": RUN})
-    out = Path(options.out_dir or f"{run_folder.folder_of(arguments.run)}_squad")
+    folder = run_folder.folder_of(arguments.run)
+    if folder.name in ("", ".."):  # the current folder, or one above it: without a name
+        folder = folder.resolve()
+    out = Path(options.out_dir or f"{folder}_squad")
     with lock_folder(out, "training this run"):
         resuming.should_resume(out, options.resume)
         stopped = finetune(arguments.run, out, options)
@@ -103,6 +106,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     device = open_device(options.device)
     base = Options().apply_to(run_folder.read_config(run))
     config = recipe(run, base, out, options)
+    wandb_settings(config)  # raises UserError
     questions = read_squad(options.squad)
 
     # ---- model ----

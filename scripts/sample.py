@@ -16,6 +16,7 @@ from errors import UserError, command
 from generation import generate
 from layers.selfcheck import check_kernels
 from scripts.common.command_line import RUNS, option, parse
+from scripts.common.labels import label_runs
 from scripts.common.options import Options
 from scripts.common.runs import Run, load_run
 
@@ -41,9 +42,11 @@ class Sampling(Options):
 def main() -> None:
     options, arguments = parse(Sampling, arguments={"runs": RUNS["runs"]})
     prompts = [read_prompt(prompt) for prompt in options.prompt or [""]]
-    for path in arguments.runs:
+    # raises UserError for a missing run before the first is loaded
+    runs = label_runs(arguments.runs).values()
+    for path in runs:
         run = load_run(path, options)
-        if len(arguments.runs) > 1:
+        if len(runs) > 1:
             print(f"{path}:\n")
         for text in sample(run, prompts, options):
             print(text)

@@ -102,10 +102,13 @@ def test_a_model_of_every_path_and_one_plain_model(table):
         (["plain", "--out=configs"], "--out configs is a folder"),
         (["plain", "--rounds=0"], "--rounds 0 must be at least 1"),
         (["plain", "--phases=eval"], "--phases = 'eval'; it must be one of train"),
-        (["configs/fox.py", "--phases=attention", "--rounds=1"], "knows no gates"),
+        (["configs/softmax.py", "configs/fox.py", "--phases=attention"], "fox: --phases attention"),
+        (["configs/softmax.py", "--attention=lssar"], "softmax: attention = 'lssar' needs p"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(call, refused, arguments, says):
+def test_what_cannot_be_measured_is_refused(call, refused, monkeypatch, arguments, says):
+    """Before anything is measured, also of a later model."""
+    monkeypatch.setattr(benchmark, "measure", pytest.fail)
     refused(call, benchmark, *arguments, *SHORT, says=says)
 
 

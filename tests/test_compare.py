@@ -368,6 +368,7 @@ def test_other_tasks(compared, tmp_path, refused, task, settings, unit):
         ([SOFTMAX, "--p", "3,5"], ["--p needs its values after an equals sign: --p=VALUE,VALUE"]),
         ([SOFTMAX, LSSAR, "--no_control"], ["--no_control is neither an option", "nor a setting"]),
         ([SOFTMAX, "--lr=1e-3,2e-3"], ["nor a setting", "did you mean learning_rate?"]),
+        ([SOFTMAX, "--length=32"], ["nor a setting", "did you mean lengths?"]),
         ([SOFTMAX, "--seed=1,2"], ["--seed cannot be set: each run has its own; --seeds 3"]),
         ([SOFTMAX, LSSAR, "--out_dir=x"], ["--out_dir cannot be set", "--out DIR is the folder"]),
         ([f"{SOFTMAX}:yarn", "--positions=rope,none"], ["has positions = 'none': no RoPE"]),

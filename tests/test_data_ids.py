@@ -62,6 +62,18 @@ def test_ids_are_copied(files, tmp_path, monkeypatch, capsys, refused):
     refused(run, out, *arguments, says="made from other documents")
 
 
+def test_a_folder_of_others_is_refused_before_the_ids_are_read(
+    files, tmp_path, refused, monkeypatch
+):
+    folder, arrays = files
+    out = tmp_path / "out"
+    out.mkdir()
+    write_shard(out / "theirs_train_000001.bin", arrays["train.bin"])
+    monkeypatch.setattr(ids, "checksum", pytest.fail)
+    arguments = (folder / "train.bin", "--val", folder / "val.bin")
+    refused(run, out, *arguments, says="holds .bin files that this command did not make")
+
+
 def test_what_is_not_ids_is_refused(files, tmp_path, refused):
     folder, arrays = files
     val = ("--val", folder / "val.bin")

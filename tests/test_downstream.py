@@ -265,7 +265,7 @@ def test_a_whole_document_has_the_score_that_it_has_alone(tmp_path):
     assert together == pytest.approx(alone, rel=1e-5)
 
 
-def test_a_measurement_is_made_once(evaluate, run, monkeypatch):
+def test_a_measurement_is_made_once(evaluate, run, monkeypatch, capsys):
     measured = []
     simple_evaluate = lm_eval.simple_evaluate
 
@@ -278,9 +278,12 @@ def test_a_measurement_is_made_once(evaluate, run, monkeypatch):
     assert evaluate(run, "last") == first
     assert measured == ["choice", "last"]
     for change, samples in (("--rope=none", 4), ("--limit=2", 2), ("--max_length=30", 4)):
+        capsys.readouterr()
         parts = evaluate(run, "last", change)["parts"]
         assert list(parts) == ["last"]
         assert parts["last"]["results"]["last"]["sample_len"] == samples
+        key, value = change.removeprefix("--").split("=")
+        assert re.search(rf"step 7, .*{key}[ =]{value}\b", capsys.readouterr().out)
     assert measured == ["choice", "last", "last", "last", "last"]
     assert read_json(run / "downstream.json")[0] == first  # nothing is dropped
 

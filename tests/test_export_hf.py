@@ -514,6 +514,7 @@ def test_the_card_says_what_the_model_is_and_how_to_load_it(trained, tmp_path, c
         assert f"| {row} |" in card
     for key in ("qk_norm", "rope_theta", "document_mask"):
         assert f"| {key} |" not in card
+    assert "from transformers import AutoModelForCausalLM, AutoTokenizer\n" in printed
     assert f'from_pretrained("{target}", trust_remote_code=True)' in printed
     assert str(tmp_path) not in card  # no path of the exporting machine
     earlier = replace(run, facts=run.facts | {"step": 3})

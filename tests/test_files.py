@@ -3,11 +3,14 @@
 import errno
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
 from errors import UserError
 from runtime import files
+from tests.runs import ROOT
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(train, refused):
@@ -121,6 +124,19 @@ def test_nothing_is_written_through_a_link(tmp_path, monkeypatch):
         with files.lock_folder(folder, "training this run"):
             pass
     assert precious.read_text() == "mine"
+
+
+def test_text_is_utf8_in_any_locale(tmp_path):
+    path = tmp_path / "table.md"
+    code = (
+        "from runtime.files import atomic_write\n"
+        f"with atomic_write({str(path)!r}, 'w') as file:\n"
+        "    file.write('2.5 \\xb1 0.1')"
+    )
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-X", "utf8=0", "-c", code]
+    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | locale)
+    assert path.read_bytes() == "2.5 ± 0.1".encode()
 
 
 def test_the_temporary_file_of_a_killed_process_is_deleted_when_the_folder_is_used(tmp_path):

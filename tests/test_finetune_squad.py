@@ -12,6 +12,7 @@ import torch
 
 import train as training_loop
 from data.tokenizer import get_tokenizer
+from errors import UserError
 from layers.build import build_model
 from runtime import checkpoint, run_folder
 from runtime.distributed import EXIT_STOPPED
@@ -228,6 +229,29 @@ def test_finetuning_that_diverges_continues_past_its_step(
     call(finetune_squad, *arguments, *settings)
     assert numbers == list(range(5, 31))  # of steps 4 to 29: the batch that diverged is skipped
     assert saved(out)["step"] == 30
+
+
+def test_the_default_folder_is_beside_the_runs_folder(trained, call, monkeypatch):
+    folders = []
+    monkeypatch.setattr(finetune_squad, "finetune", lambda run, out, options: folders.append(out))
+    expected = trained.with_name(f"{trained.name}_squad")
+    call(finetune_squad, trained, "--squad=squad.json")
+    monkeypatch.chdir(trained)
+    call(finetune_squad, ".", "--squad=squad.json")
+    call(finetune_squad, "../" + trained.name, "--squad=squad.json")
+    assert [folder.resolve() for folder in folders] == [expected] * 3
+
+
+def test_finetuning_asks_for_wandb_before_the_questions_are_read(
+    trained, call, refused, monkeypatch, tmp_path
+):
+    def without_wandb(config):
+        raise UserError("wandb is not installed")
+
+    monkeypatch.setattr(finetune_squad, "wandb_settings", without_wandb)
+    monkeypatch.setattr(finetune_squad, "read_squad", pytest.fail)
+    arguments = (trained, "--squad=squad.json", f"--out_dir={tmp_path / 'out'}")
+    refused(call, finetune_squad, *arguments, says="wandb is not installed")
 
 
 def test_finetuning_refuses_bad_data(trained, call, tmp_path, refused, monkeypatch):

@@ -185,6 +185,12 @@ def test_a_table_leaves_out_runs_with_other_settings(reproduced, scale):
         (["table1", "--p=3"], ["--p cannot be set here", "--scale FILE.py", "batch_size"]),
         (["table1", "configs/lssar_p3.py"], ["lssar_p3.py is not a setting --key=value"]),
         (["table1", "--data_dir=nowhere"], ["nowhere", "python -m data.text"]),
+        # which reads no text, but whose table records the data
+        (["passkey", "--data_dir=nowhere"], ["nowhere", "python -m data.text"]),
+        (
+            ["table1", "--plans"],
+            ["--plans is neither an option (python -m scripts.reproduce", "did you mean plan?"],
+        ),
         (["ssmax_figure5", "--scale=tiny"], ["599 validation tokens", "2500"]),
     ],
 )

@@ -210,6 +210,15 @@ def test_weights_that_are_replaced_meanwhile_are_not_measured(tmp_path, shards, 
         runner.measure_or_load(evaluation, str(best))
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_checkpoint_that_training_deletes_before_its_turn_is_named_so(run, again):
+    found = checkpoint.find(run)
+    found.path.unlink()
+    evaluation = eval_length.LossByLength(lengths=(32,), tokens=64, again=again)
+    with pytest.raises(UserError, match=f"{found.path} was replaced or deleted meanwhile"):
+        runner.measure_or_load(evaluation, found)
+
+
 def test_a_command_reads_a_checkpoint_once(run, call, pictures, monkeypatch):
     """A run and its control: the first command measures them, the second finds them."""
     find = checkpoint.find

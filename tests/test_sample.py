@@ -1,5 +1,6 @@
 """Text from a trained model."""
 
+import pytest
 import torch
 
 from generation import generate
@@ -26,6 +27,17 @@ def test_sample_prints_text_that_goes_on_from_the_prompt(trained, call, capsys, 
         call, sample, trained, "--temperature=inf", says="must be a number between -2**63 and 2**63"
     )
     refused(call, sample, trained, "--tokens=9", says="--tokens=9; did you mean max_new_tokens? ")
+
+
+def test_a_missing_run_is_refused_before_the_first_is_loaded(
+    trained, call, refused, monkeypatch, tmp_path, capsys
+):
+    picture = tmp_path / "curves.png"
+    picture.touch()
+    call(sample, picture, trained, "--max_new_tokens=3", "--num_samples=1")  # as of out/*
+    assert capsys.readouterr().out
+    monkeypatch.setattr(sample, "load_run", pytest.fail)
+    refused(call, sample, trained, tmp_path / "missing", says="missing")
 
 
 def test_several_prompts_are_continued_as_each_alone(trained, call, capsys):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from errors import check_choice, command
 from scripts.reproduce.entries import Entry, open_scale
-from scripts.reproduce.report import build_parser, run_experiment
+from scripts.reproduce.report import build_parser, require_known, run_experiment
 from scripts.reproduce.tables import EXPERIMENTS
 
 
@@ -35,6 +35,7 @@ def main() -> None:
     add("name", metavar="NAME", choices=EXPERIMENTS, help="table or figure to reproduce")
     add("--only", metavar="ENTRY,ENTRY", help="only these entries; scripts.compare takes others")
     options, settings = parser.parse_known_args()
+    require_known("scripts.reproduce", settings, vars(options))
     experiment = EXPERIMENTS[options.name]
     chosen = experiment.entries
     if options.only:

@@ -11,15 +11,15 @@ A table has the keys of scripts.common.tables, and
 
 import argparse
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from config import Config
-from errors import Parser, UserError
+from config import SETTINGS, Config
+from errors import Parser, UserError, did_you_mean
 from runtime.files import check_writable
 from scripts.common import runner
 from scripts.common.labels import rope_by_label
@@ -58,6 +58,18 @@ def build_parser(name: str, doc: str, epilog: str) -> Parser:
     return parser
 
 
+def require_known(command: str, arguments: Iterable[str], options: Iterable[str]) -> None:
+    """Raise UserError, with the nearest one, for an argument --KEY that is no option or setting."""
+    for argument in arguments:
+        key = argument.partition("=")[0].removeprefix("--")
+        if argument.startswith("--") and key not in SETTINGS:
+            hint = did_you_mean(key, (*options, *SETTINGS))
+            raise UserError(
+                f"--{key} is neither an option (python -m {command} --help) nor a setting "
+                f"(python train.py --help); {hint}".rstrip("; ")
+            )
+
+
 def run_experiment(
     name: str, experiment: Experiment, scale: Scale, chosen: tuple[Entry, ...], options: Any
 ) -> None:
@@ -79,6 +91,8 @@ def run_experiment(
             runner.check_opening(evaluation, run.config)
         else:
             runner.check_evaluation(evaluation, run.config)
+    if experiment.evaluation is not None and not options.plan:
+        committed_tables.conditions(scale, ())  # table.json has them; raises without the data
     check_writable(folder)
     check_writable(scale.out)
     entries = "1 entry" if len(chosen) == 1 else f"{len(chosen)} entries"
@@ -102,7 +116,7 @@ def run_experiment(
     if experiment.draw_first_seed is not None:
         save_table_pictures(folder, name, experiment.draw_first_seed(table))
     write(folder, table)
-    print("\n" + (folder / "table.md").read_text())
+    print("\n" + (folder / "table.md").read_text(encoding="utf-8"))
     print(f"written: {folder}/table.md, table.json")
     if failures:
         sys.exit(1)
