@@ -245,7 +245,7 @@ class Trunk(nn.Module):
                 config.rope_theta,
                 share=config.rope_share,
             )
-            self.rope = RopeTable(rope, config.block_size)
+            self.rope = RopeTable(rope)
 
     def forward(
         self,
@@ -482,18 +482,17 @@ class GPT(nn.Module):
         return 6 * weights + sequence_attention_flops // T
 
 
-def compile_model(model: GPT, varied_lengths: bool) -> None:
+def compile_model(model: GPT) -> None:
     """Compile the model's blocks and loss, in place.
 
     The blocks share their code, so the time this takes does not grow with n_layer. The rest of
-    the model, embeddings and the last norm, would gain little. `varied_lengths` says that batches
-    have more than one length.
+    the model, embeddings and the last norm, would gain little.
     """
     # optimize_ddp would split one graph at DDP's buckets; here each block is a graph already
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = 32  # lengths of batches, kinds of blocks
     # None would make training's graph dynamic at validation's last batch, which may be smaller
-    dynamic = None if varied_lengths else False
+    dynamic = None if model.config.varied_lengths else False
     for block in model.trunk.blocks:
         block.compile(dynamic=dynamic)
     model.loss_softmax = torch.compile(softmax_)

@@ -289,7 +289,7 @@ def compile_and_distribute(model: GPT, config: Config, attention_path: str) -> L
     in_blocks = "blocked" in attention_path or (is_masked and attention_path == "sdpa")
     many_graphs = config.varied_lengths and in_blocks
     if pick_compile(config.compile, next(model.parameters()).device, many_graphs):
-        compile_model(model, config.varied_lengths)
+        compile_model(model)
     if not dist.is_initialized():
         return model
     ddp = DDP(model, gradient_as_bucket_view=True)

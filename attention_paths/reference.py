@@ -131,9 +131,11 @@ class ReferenceAttention(nn.Module):
             "p_n": torch.ones(trained_length),
             "sink": torch.zeros(n_head),
         }
+        learned = [*variant.learnable]
+        if sink == "learned":
+            learned.append("sink")
         for name, value in initial.items():
-            is_learned = sink == "learned" if name == "sink" else name in variant.learnable
-            self.register_parameter(name, nn.Parameter(value) if is_learned else None)
+            self.register_parameter(name, nn.Parameter(value) if name in learned else None)
 
     def forward(
         self,

@@ -15,16 +15,16 @@ def build_attentions(config: Config, layer: int) -> list[Attention]:
     the heads without positions have. Raises UserError if settings contradict the variant.
     """
     check_choice("attention", config.attention, VARIANTS)
-    if config.local_window is None:
-        return [build_heads(config, range(config.n_head), config.layer_window(layer))]
     all_heads = range(config.n_head)
+    window = config.layer_window(layer)
+    if config.local_window is None:
+        return [build_heads(config, all_heads, window)]
     nope_heads = config.nope_heads(layer)
     groups = []
     if nope_heads > 0:
-        groups.append(build_heads(config, all_heads[:nope_heads], config.layer_window(layer)))
+        groups.append(build_heads(config, all_heads[:nope_heads], window))
     if nope_heads < config.n_head:
-        local_heads = all_heads[nope_heads:]
-        local = build_heads(local_config(config), local_heads, config.local_window)
+        local = build_heads(local_config(config), all_heads[nope_heads:], config.local_window)
         local.is_local = True
         groups.append(local)
     return groups

@@ -109,16 +109,19 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 class RopeTable(nn.Module):
-    """A table of the rotations of all positions up to a length, recomputed for another length."""
+    """The rotations of all positions up to a length, at first the training length.
+
+    They are recomputed for another length.
+    """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, rope: Rope, length: int) -> None:
+    def __init__(self, rope: Rope) -> None:
         super().__init__()
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
-        self.set(rope, length)
+        self.set(rope, rope.trained_length)
 
     def set(self, rope: Rope, length: int) -> None:
         """Compute the rotations of positions 0 to length - 1, scaled for this length."""

@@ -38,7 +38,7 @@ RUN/attention_maps.json is a list of measurements:
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -72,8 +72,8 @@ from scripts.common.tables import print_table
 from scripts.common.validation import (
     LengthEvaluation,
     ModelEvaluation,
+    single_windows,
     stretches,
-    windows,
 )
 
 TEXT = LSSAR["figure_a1"]["text"]
@@ -174,13 +174,8 @@ class AttentionMaps(LengthEvaluation, ModelEvaluation):
         if chunk is None:
             text = torch.tensor([self.ids(run.config)])
             return measure_rows(run, layer, [text])
-        return measure_rows(run, layer, self.single_windows(run, chunk))
-
-    def single_windows(self, run: Run, length: int) -> Iterator[Tensor]:
-        """The windows [1, length] of the validation text."""
-        validation = self.validation(run.config)
-        for x, _ in windows(validation, length, run.device):
-            yield from x.split(1)
+        inputs = single_windows(self.validation(run.config), chunk, run.device)
+        return measure_rows(run, layer, inputs)
 
     def show(self, results: Results) -> dict[str, Figure]:
         """Print a table of every chunk, with a line for every run."""

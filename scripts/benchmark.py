@@ -296,19 +296,14 @@ def timed_step() -> tuple[float, float]:
         _step()
     synchronize()
     ms = 1000 * (time.perf_counter() - started) / steps
-    free_memory()
+    if _device.type == "cuda":  # the next model's process needs what this step no longer uses
+        torch.cuda.empty_cache()
     return ms, memory_mb(_device)
 
 
 def synchronize() -> None:
     if _device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def free_memory() -> None:
-    """Return the GPU memory that a step no longer uses: the next model's process needs it."""
-    if _device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 # ---- the steps ----
@@ -367,7 +362,7 @@ def build_step(config: Config, phase: str, device: torch.device, plain: bool, sa
         if plain:
             model.compile()
         else:
-            compile_model(model, config.varied_lengths)
+            compile_model(model)
     loss_fn: Callable = model  # of inputs and targets
     if phase == "eval":
         loss_fn = model.eval().token_losses

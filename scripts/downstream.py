@@ -114,7 +114,7 @@ class Downstream(Evaluation):
             for key in ("max_length", "limit", "lm_eval"):
                 if result[key] is not None:
                     how.append(f"{key} {result[key]}")
-            print(f"\n{name}: {', '.join(filter(None, how))}")
+            print(f"\n{name}: {', '.join(how)}")
             of_all_tasks: dict[str, dict] = {}
             for key in KEPT:
                 of_all_tasks[key] = {}

@@ -46,7 +46,6 @@ from scripts.common.retrieval import (
     RetrievalEvaluation,
     Trial,
     answered,
-    check_prompts,
     first_number,
     print_accuracies,
 )
@@ -157,7 +156,7 @@ class NeedleRetrieval(RetrievalEvaluation, TextEvaluation):
                 f"{SHORTEST} tokens"
             )
         lengths = (*lengths, score_length)
-        check_prompts(config, lengths, SHORTEST)
+        self.check_prompts(config, lengths)
         available = len(checked_tokens(config))
         longest = max(lengths)
         if longest > available:

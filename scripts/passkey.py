@@ -14,6 +14,7 @@ training length does not exceed it.
 
 import random
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,6 @@ from scripts.common.retrieval import (
     RetrievalEvaluation,
     Trial,
     answered,
-    check_prompts,
     first_number,
     print_accuracies,
 )
@@ -60,13 +60,13 @@ class PasskeyRetrieval(RetrievalEvaluation):
     trials: PositiveInt = option(100, "trials per length")
 
     def identify(self, config: Config) -> dict:
-        check_prompts(config, self.lengths_of(config), SHORTEST)
+        self.check_prompts(config, self.lengths_of(config))
         return NO_TEXT | {"trials": self.trials, "trial_seed": self.seed}
 
     def measure(self, run: Run, length: int) -> dict:
         tokenizer = get_tokenizer(run.config.tokenizer)
         trials = make_trials(tokenizer, length, self.trials, self.seed)
-        return judge(list(answered(run, trials, length)))
+        return judge(answered(run, trials, length))
 
     def show(self, results: Results) -> dict[str, Figure]:
         """Print every run's accuracy by length; LSSAR, Fig. 2: a curve for each run."""
@@ -103,7 +103,7 @@ def make_trials(tokenizer: Tokenizer, length: int, count: int, seed: int) -> lis
     return trials
 
 
-def judge(answers: list[tuple[Trial, str]]) -> dict:
+def judge(answers: Iterable[tuple[Trial, str]]) -> dict:
     """The results of one length: the accuracy, and every answer."""
     trials: list[dict[str, Any]] = []
     for trial, text in answers:

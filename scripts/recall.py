@@ -137,8 +137,8 @@ class Recall(LengthEvaluation):
             if self.is_shown(result):
                 by_length.append(Curve(name, lengths, list(accuracies(result).values())))
                 by_distance.append(distance_curve(name, result, lengths[-1]))
-        names = [*dict.fromkeys(result["recall"] for result in measurements), title_of(results)]
-        title = ", ".join(filter(None, names))
+        tasks = dict.fromkeys(result["recall"] for result in measurements)
+        title = ", ".join([*tasks, title_of(results)])
         print(f"\n{title}: {PERCENT}")
         print_table(table)
         if not by_length:

@@ -52,7 +52,7 @@ from scripts.common.plots import Curve, draw_curves
 from scripts.common.runner import Results, as_command
 from scripts.common.runs import Run, model_on_meta
 from scripts.common.tables import print_table
-from scripts.common.validation import TextEvaluation, stretches, windows
+from scripts.common.validation import TextEvaluation, single_windows, stretches
 
 # Near: distances below this share of the length. Far: distances from half of the length on.
 NEAR = 1 / 16
@@ -90,18 +90,17 @@ class WeightsByDistance(TextEvaluation):
         pairs = visible_pairs(length, head_windows(run.model))  # [layers, H, groups]
         text = self.text(run.config)
         measured = defaultdict(list)  # by layer within each window
-        for x, _ in windows(text, length, run.device):
-            for idx in x.split(1):
-                with run.autocast():
-                    signs = layer_attention_weights(
-                        run.model,
-                        idx,
-                        rows=slice(None),
-                        reduce=lambda A: A.sign().char(),  # a byte each
-                    )
-                for layer_signs, layer_pairs in zip(signs, pairs, strict=True):
-                    for name, share in shares(layer_signs[0], layer_pairs).items():
-                        measured[name].append(share)
+        for idx in single_windows(text, length, run.device):
+            with run.autocast():
+                signs = layer_attention_weights(
+                    run.model,
+                    idx,
+                    rows=slice(None),
+                    reduce=lambda A: A.sign().char(),  # a byte each
+                )
+            for layer_signs, layer_pairs in zip(signs, pairs, strict=True):
+                for name, share in shares(layer_signs[0], layer_pairs).items():
+                    measured[name].append(share)
         result: dict[str, Any] = {"length": length, "distances": distances(length)}
         for name, by_layer in measured.items():
             by_window = torch.stack(by_layer).unflatten(0, (-1, len(pairs)))

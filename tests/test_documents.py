@@ -296,7 +296,7 @@ def test_blocks_compile_without_graph_breaks(case, monkeypatch):
     compiled = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiled))
     model = small_model(case, "--document_mask", "--n_layer=3").float()
-    compile_model(model, varied_lengths=False)
+    compile_model(model)
     idx = packed_tokens()
     model(idx, idx)
     assert compiled.frame_count == 2  # the blocks' and the loss's

@@ -562,7 +562,7 @@ def test_all_layers_share_a_graph_of_each_length_or_of_any(case, task, graphs, m
     compiled = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiled))
     model = small_model(case, "--n_layer=3", f"--task={task}").float().to(DEVICE)
-    compile_model(model, model.config.varied_lengths)
+    compile_model(model)
     for length in (16, 12, 9):
         idx = torch.arange(2 * length, device=DEVICE).view(2, length)
         model(idx, idx)

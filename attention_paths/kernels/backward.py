@@ -43,11 +43,9 @@ def backward_rows(
     out = tiles.load(tiles.matrix_of(OUT, head.b, head.h), rows, L, C).to(tl.float32)
     along = tl.sum(dout * out, 1)
     gain = tiles.load_statistic(STATS, tiles.GAIN, head, rows, L)
-    weight = gain
+    factor = C.SLOPE * gain
     if C.P > 0:
-        weight = tiles.load_statistic(STATS, tiles.WEIGHT, head, rows, L)
-    factor = C.SLOPE * weight
-    if C.P > 0:
+        factor = C.SLOPE * tiles.load_statistic(STATS, tiles.WEIGHT, head, rows, L)
         u = tiles.load(tiles.matrix_of(U, head.b, head.h), rows, L, C).to(tl.float32)
         coupling = tiles.load_statistic(STATS, tiles.COUPLING, head, rows, L)
         coupled = coupling * (tl.sum(dout * u, 1) - along)

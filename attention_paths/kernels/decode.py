@@ -42,8 +42,7 @@ def decode_scores(
     k_matrix = tiles.matrix_of(K, head.b, head.h // GROUP)
     Y = Y + head.bh.to(tl.int64) * Lk
     row = tl.arange(0, 1)
-    q_pointer = tiles.matrix_of(Q, head.b, head.h).pointer
-    q = tiles.load(tiles.Matrix(q_pointer, 0), row, 1, C).to(tl.float32)  # [1, d]
+    q = tiles.load(tiles.matrix_of(Q, head.b, head.h), row, 1, C).to(tl.float32)  # [1, d]
     bias = tiles.load_optional(OPTIONAL.bias, head, row, 1, 1)
     total = tl.zeros([1], tl.float32)
     a_max = tl.zeros([1], tl.float32)
@@ -128,7 +127,7 @@ def decode_values(
         n -= tiles.load_scalar(OPTIONAL.first_key, head, 0)
     gain, offset, _ = tiles.second_stage(total, a_max, n.to(tl.float32))
     if OPTIONAL.gain is not None:
-        gain = tl.load(tiles.matrix_of(OPTIONAL.gain, head.b, head.h).pointer)
+        gain = tiles.load_scalar(OPTIONAL.gain, head, 0)
     elif C.P == 0:
         gain = tl.where(total <= tiles.DEAD, 0.0, 1 / total)
 

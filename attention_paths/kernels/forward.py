@@ -87,7 +87,7 @@ def forward_one_stage(
 
     gain = tl.where(total <= tiles.DEAD, 0.0, 1 / total)
     if OPTIONAL.gain is not None:
-        gain = tl.sum(tiles.load_optional(OPTIONAL.gain, head, rows, Lq, 1), 1)
+        gain = tl.sum(tiles.load_optional(OPTIONAL.gain, head, rows, Lq, 1), 1)  # from [rows, 1]
     out = acc * gain[:, None]
     tiles.store(OUT, head, rows, Lq, out, C)
     if SAVE:
@@ -179,7 +179,7 @@ def forward_two_stages(
         a_max = F.total(y_max[:, None])
     n = rows + block.past + 1
     if first_key is not None:
-        n -= tl.sum(first_key, 1)
+        n -= tl.sum(first_key, 1)  # from [rows, 1]
     if C.WINDOW is not None:
         n = tl.minimum(n, C.WINDOW)
     n = n.to(tl.float32)

@@ -26,7 +26,7 @@ UNSPECIALISED = ["H", "GROUP"]
 
 
 class Strided(NamedTuple):
-    """A tensor [B, H, L, ..] and the strides of its first three dimensions."""
+    """A tensor [B, H, L, ..], or the sink's [H], and the strides of its first three dimensions."""
 
     data: Tensor
     strides: tuple[int, ...]

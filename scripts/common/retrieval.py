@@ -57,30 +57,31 @@ class RetrievalEvaluation(LengthEvaluation):
         factor = math.ceil(self.shortest / min(lengths))
         return tuple(factor * length for length in lengths)
 
+    def check_prompts(self, config: Config, lengths: Sequence[int]) -> None:
+        """Raise UserError if a length is too long for the model or too short for a prompt.
 
-def check_prompts(config: Config, lengths: Sequence[int], shortest: int) -> None:
-    """Raise UserError if a length is too long for the model or too short for a prompt.
-
-    Also raised for a model that cannot read the prompts: without an end-of-text token, as nanoGPT's
-    character-level models are, or with a tokenizer that has no ids for English text.
-    """
-    if config.longest is not None and config.longest < shortest:
-        raise UserError(
-            f"{config.out_dir}: a prompt and its answer take up to {shortest} tokens, but the "
-            f"model's learned positions end at {config.longest}"
-        )
-    check_lengths(config, lengths)
-    get_tokenizer(config.tokenizer).encode(ASK)
-    if config.end_of_text >= config.text_ids:
-        raise UserError(
-            f"{config.out_dir} has no end-of-text, with which every prompt begins: vocab_size = "
-            f"{config.vocab_size} leaves it out"
-        )
-    if min(lengths) < shortest:
-        raise UserError(
-            f"length {min(lengths)} is too short: a prompt and its answer take up to {shortest} "
-            f"tokens; --lengths {shortest},{2 * shortest},{4 * shortest} are long enough"
-        )
+        Also raised for a model that cannot read the prompts: without an end-of-text token, as
+        nanoGPT's character-level models are, or with a tokenizer that has no ids for English text.
+        """
+        shortest = self.shortest
+        if config.longest is not None and config.longest < shortest:
+            raise UserError(
+                f"{config.out_dir}: a prompt and its answer take up to {shortest} tokens, but the "
+                f"model's learned positions end at {config.longest}"
+            )
+        check_lengths(config, lengths)
+        get_tokenizer(config.tokenizer).encode(ASK)
+        if config.end_of_text >= config.text_ids:
+            raise UserError(
+                f"{config.out_dir} has no end-of-text, with which every prompt begins: vocab_size "
+                f"= {config.vocab_size} leaves it out"
+            )
+        if min(lengths) < shortest:
+            raise UserError(
+                f"length {min(lengths)} is too short: a prompt and its answer take up to "
+                f"{shortest} tokens; --lengths {shortest},{2 * shortest},{4 * shortest} are long "
+                "enough"
+            )
 
 
 def print_accuracies(name: str, measurement: dict, hidden: str) -> None:

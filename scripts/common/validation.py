@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -209,6 +209,14 @@ def windows(text: NDArray[np.integer], length: int, device: torch.device) -> Bat
     cut = sliding_window_view(text, length + 1, axis=1)[:, ::length]
     for batch in batches(cut.reshape(-1, length + 1), length):
         yield copy_to(device, *inputs_and_targets(np.stack(batch)))
+
+
+def single_windows(
+    text: NDArray[np.integer], length: int, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """The inputs of `windows` one by one, [1, length]."""
+    for x, _ in windows(text, length, device):
+        yield from x.split(1)
 
 
 @functools.lru_cache(1)  # an evaluation asks several times
