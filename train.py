@@ -34,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from attention_paths.varlen import documents_at_most
 from data.loader import Loader
-from data.shards import SIMULATED, Identity, data_difference
-from data.tasks import identity_of, open_loader
+from data.shards import SIMULATED, Fingerprint, data_difference
+from data.tasks import fingerprint_of, open_loader
 from evaluation import mean_loss
 from layers.build import build_model
 from layers.heads import check_attention
@@ -127,13 +127,13 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     """
     # ---- data ----
     loader = raise_on_all_ranks(partial(open_loader, config, rank(), world_size(), device))
-    identity = identity_of(config) if loader else {}  # a dry run may have no data
+    fingerprint = fingerprint_of(config) if loader else {}  # a dry run may have no data
     dtype = pick_dtype(config.dtype, device)
     # on all ranks, also if one has nothing to resume: check_agreement names the difference
     state = raise_on_all_ranks(lambda: resuming.load_to_resume(config) if config.resume else None)
-    check_agreement(config, identity, dtype, state)
+    check_agreement(config, fingerprint, dtype, state)
     if loader is not None:
-        check_data(loader, identity, config, state)
+        check_data(loader, fingerprint, config, state)
 
     # ---- model ----
     torch.manual_seed(config.seed)
@@ -145,7 +145,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     # ---- optimizers ----
     optimizers = build_optimizers(model, config)
     scaler = build_scaler(device, dtype)
-    training = Training(model, dtype, optimizers, scaler, data=identity)
+    training = Training(model, dtype, optimizers, scaler, data=fingerprint)
     if state is not None:
         training.restore(state, config)
 
@@ -156,7 +156,7 @@ def set_up(config: Config, device: torch.device) -> tuple[Training, Loader | Non
     if rank() == 0:
         say(describe(config, training, loader))
         if loader is not None and not config.dry_run:
-            metadata.write_run_metadata(config, facts | {"data": identity}, training)
+            metadata.write_run_metadata(config, facts | {"data": fingerprint}, training)
     return training, loader, loss_fn
 
 
@@ -222,7 +222,7 @@ def train(
 
 def check_agreement(
     config: Config,
-    identity: Identity,
+    fingerprint: Fingerprint,
     dtype: torch.dtype,
     state: State | None,
 ) -> None:
@@ -235,9 +235,9 @@ def check_agreement(
     facts["dtype"] = str(dtype).removeprefix("torch.")  # "auto" depends on the GPU
     # DDP would copy rank 0's weights over a difference
     facts["step of the checkpoint in out_dir"] = state.step if state else None
-    (first_identity, first), *others = all_gather((identity, facts))
-    for number, (other_identity, other) in enumerate(others, start=1):
-        differing = data_difference(first_identity, other_identity)
+    (first_fingerprint, first), *others = all_gather((fingerprint, facts))
+    for number, (other_fingerprint, other) in enumerate(others, start=1):
+        differing = data_difference(first_fingerprint, other_fingerprint)
         if differing is not None:
             message = f"rank {number}'s {differing} differ from rank 0's: "
             if differing in SIMULATED:
@@ -255,13 +255,13 @@ def check_agreement(
 
 def check_data(
     loader: Loader,
-    identity: Identity,
+    fingerprint: Fingerprint,
     config: Config,
     state: State | None,
 ) -> None:
     """Raise UserError if the run was trained on other data, or there is too little to validate."""
     if state is not None:
-        changed = data_difference(state.data, identity)
+        changed = data_difference(state.data, fingerprint)
         if changed is not None:
             raise UserError(
                 f"{loader.source}: its {changed} differ from the data that the run was trained on: "

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.loader import Batch, Batching, Ints, inputs_and_targets
-from data.shards import Identity, Tokens
+from data.shards import Fingerprint, Tokens
 from data.simulated import SimulatedLoader, sequence_rng
 
 G = 4 * np.pi**2  # AU^3 per year^2 and solar mass
@@ -149,7 +149,7 @@ def source_of(planets: int) -> str:
     return f"simulated orbits of {count}"
 
 
-def identity_of(systems: int, planets: int, bins: int) -> Identity:
+def fingerprint_of(systems: int, planets: int, bins: int) -> Fingerprint:
     """Return what identifies simulated systems, each drawn by its index."""
     return {"orbits": f"{source_of(planets)}, {systems} systems, {bins} bins"}
 

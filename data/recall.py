@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from data.loader import Batch, Batching, Ints
-from data.shards import Identity
+from data.shards import Fingerprint
 from data.simulated import TRAINING, SimulatedLoader, sequence_rng
 from data.vocabulary import RECALL_IDS
 from errors import UserError
@@ -169,7 +169,7 @@ class RecallLoader(SimulatedLoader):
         return torch.from_numpy(tokens + self.first_id), torch.from_numpy(answers)
 
 
-def identity_of(task: str, first_id: int) -> Identity:
+def fingerprint_of(task: str, first_id: int) -> Fingerprint:
     """Return what identifies the sequences of a task whose token ids start at `first_id`."""
     return {
         "recall": f"{task}, ids from {first_id}",

@@ -37,9 +37,9 @@ META = "meta.json"
 WHOLE_BYTES = 1 << 28
 START_BYTES = 1 << 20
 
-# Identifies the data of a run: a hash or description for each name, such as "training shards".
-Identity = dict[str, str]
-# The names in an Identity whose data are made by code, not read from files.
+# Of the data of a run: a hash or description for each name, such as "training shards".
+Fingerprint = dict[str, str]
+# The names in a Fingerprint whose data are made by code, not read from files.
 SIMULATED = ("recall", "recall sequences", "orbits")
 
 Tokens = NDArray[np.uint16]
@@ -205,24 +205,24 @@ def is_in_split(name: str, split: str) -> bool:
     return re.search(rf"_{split}_[^_]+\.bin$", name) is not None
 
 
-def identity_of(data_dir: str | Path) -> Identity:
+def fingerprint_of(data_dir: str | Path) -> Fingerprint:
     """Return what identifies the shards of a folder, whatever its path.
 
     It has a hash of the shards of each split and, if there is a meta.json, a hash of the checksums
     of all shards when they were made. Raises UserError as `list_shards` does.
     """
-    identity = {
+    fingerprint = {
         "training shards": hash_shards(data_dir, "train"),
         "validation shards": hash_shards(data_dir, "val"),
     }
     meta = read_meta(data_dir)
     if meta is not None:
-        identity["text"] = hash_hashes([shard["sha256"] for shard in meta["shards"]])
-    return identity
+        fingerprint["text"] = hash_hashes([shard["sha256"] for shard in meta["shards"]])
+    return fingerprint
 
 
-def data_difference(before: Identity, now: Identity) -> str | None:
-    """Name what differs between two identities; None if all that both of them record is equal."""
+def data_difference(before: Fingerprint, now: Fingerprint) -> str | None:
+    """Name what differs between two fingerprints; None if all that both of them record is equal."""
     for name in before:
         if name in now and now[name] != before[name]:
             return name

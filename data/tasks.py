@@ -1,7 +1,7 @@
 """What a run trains on: each task's batches, and what identifies its data.
 
-A new task is a loader and an identity in a file of its own, a branch in `open_loader` and in
-`identity_of`, and a value of the setting `task`.
+A new task is a loader and a fingerprint in a file of its own, a branch in `open_loader` and in
+`fingerprint_of`, and a value of the setting `task`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from data.aligned import AlignedLoader
 from data.loader import Batch, Batching, Ints, Loader, TokenLoader
 from data.orbits import OrbitLoader
 from data.recall import RecallLoader
-from data.shards import Identity, check_tokenizer
+from data.shards import Fingerprint, check_tokenizer
 from data.vocabulary import count_ids
 from errors import UserError
 
@@ -47,19 +47,19 @@ def open_loader(config: Config, rank: int, world_size: int, device: torch.device
     return AlternatingLoader(open_text(config, batching), recall_loader)
 
 
-def identity_of(config: Config) -> Identity:
+def fingerprint_of(config: Config) -> Fingerprint:
     """Return what identifies the data of a config: a run cannot be resumed with other data.
 
     Raises UserError if it has no shards, and needs them.
     """
     if config.task == "orbits":
-        return orbits.identity_of(config.systems, config.planets, config.bins)
-    identity: Identity = {}
+        return orbits.fingerprint_of(config.systems, config.planets, config.bins)
+    fingerprint: Fingerprint = {}
     if "language" in config.tasks:
-        identity |= shards.identity_of(config.data_dir)
+        fingerprint |= shards.fingerprint_of(config.data_dir)
     if "recall" in config.tasks:
-        identity |= recall.identity_of(config.recall, first_id=config.text_ids)
-    return identity
+        fingerprint |= recall.fingerprint_of(config.recall, first_id=config.text_ids)
+    return fingerprint
 
 
 def check_vocabulary(config: Config) -> None:

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from config import RECORDED_ON_RESUME, Config
-from data.shards import Identity
+from data.shards import Fingerprint
 from errors import UserError, first_line
 from model import GPT
 from runtime.config_files import Settings
@@ -58,7 +58,7 @@ class State(msgspec.Struct, kw_only=True):
     step: Annotated[int, msgspec.Meta(ge=0)]
     config: Settings
     best_val_loss: float = math.inf
-    data: Identity = {}  # empty: not recorded
+    data: Fingerprint = {}  # empty: not recorded
     optimizers: list[dict[str, Any]] = []
     scaler: dict[str, int | float] = {}
 
@@ -73,7 +73,7 @@ class Training:
     scaler: torch.amp.GradScaler
     step: int = 0  # the updates done
     best_val_loss: float = math.inf
-    data: Identity = field(default_factory=dict)  # what identifies the data
+    data: Fingerprint = field(default_factory=dict)  # what identifies the data
     resumed_at: int | None = None
     # settings of the schedule and of the data that a resumed run changes: values before and now
     changes: dict[str, tuple] = field(default_factory=dict)

@@ -5,7 +5,7 @@ tokenizer.json     the tokenizer, unless it is built in
 data_dir.txt       the absolute path of data_dir, which another working directory needs
 environment.json   versions, machine and commit of the latest start; `starts`: the same for every
                    start, with its step, number of processes and dtype; the attention path; the
-                   hash of the formulas; the identity of the data; the checkpoint whose weights
+                   hash of the formulas; the fingerprint of the data; the checkpoint whose weights
                    init_from loaded; the settings that were changed when resuming
 uncommitted.patch  changes of the repository since the commit, if any, with untracked .py files;
                    resuming at step 200 adds uncommitted_000200.patch
@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from config import Config
-from data.shards import SIMULATED, Identity, data_difference
-from data.tasks import identity_of
+from data.shards import SIMULATED, Fingerprint, data_difference
+from data.tasks import fingerprint_of
 from data.tokenizer import copy_tokenizer
 from errors import UserError
 from layers.formulas import formulas_hash
@@ -34,7 +34,7 @@ class StartRecord(msgspec.Struct):
     """The entries of environment.json that are read back; runs of older code lack some."""
 
     formulas: str | None = None  # layers.formulas.formulas_hash when the run began
-    data: Identity = {}  # what identifies the data
+    data: Fingerprint = {}  # what identifies the data
     began_with: dict[str, Any] | None = None  # step and sha256 of the checkpoint of init_from
     changes: list[dict[str, Any]] = []  # where the run was resumed: steps, values before and after
     starts: list[dict[str, Any]] = []  # environments, each with its step
@@ -65,7 +65,7 @@ def data_difference_of(run: Path, config: Config) -> str | None:
     if not before:
         return None
     try:
-        now = identity_of(config)
+        now = fingerprint_of(config)
     except UserError:
         return None
     changed = data_difference(before, now)
@@ -86,8 +86,8 @@ def init_from_difference(run: Path, init_from: str) -> str | None:
 def write_run_metadata(config: Config, facts: dict, training: Training) -> None:
     """Write the settings and environment to a run's folder, before its first step.
 
-    `facts` are recorded too: what layers.selfcheck found, the identity of the data, and the
-    checkpoint that the run began with. A resumed run keeps that checkpoint, the identity and the
+    `facts` are recorded too: what layers.selfcheck found, the fingerprint of the data, and the
+    checkpoint that the run began with. A resumed run keeps that checkpoint, the fingerprint and the
     hash of the formulas from its first start, and appends its changed settings and its environment.
     Each start writes a patch.
     """

@@ -143,8 +143,8 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     optimizers = build_optimizers(model, config)
     scaler = build_scaler(device, options.torch_dtype)
     # so that train.py does not continue this run on its shards
-    identity = {"training shards": digest}
-    training = Training(model, options.torch_dtype, optimizers, scaler, data=identity)
+    fingerprint = {"training shards": digest}
+    training = Training(model, options.torch_dtype, optimizers, scaler, data=fingerprint)
     if state is not None:
         training.restore(state, config)
 

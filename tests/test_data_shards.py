@@ -99,10 +99,10 @@ def folder(tmp_path):
 
 def changed(folder, edit, at=None):
     """What an edit of the folder, or of a copy of it, has changed."""
-    before = shards.identity_of(folder)
+    before = shards.fingerprint_of(folder)
     edited = shutil.copytree(folder, at) if at else folder
     edit(edited)
-    now = shards.identity_of(edited)
+    now = shards.fingerprint_of(edited)
     difference = shards.data_difference(before, now)
     assert shards.data_difference(now, before) == difference
     return difference
@@ -136,11 +136,11 @@ def test_shards_are_told_apart_by_every_byte_and_their_order(folder, tmp_path):
     (folder / VALIDATION).unlink()
     (folder / VALIDATION).symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=f"{VALIDATION}: the shard cannot be read: No such"):
-        shards.identity_of(folder)
+        shards.fingerprint_of(folder)
     (folder / VALIDATION).unlink()
     write(folder / VALIDATION, 1)
     # what is not recorded cannot differ
-    assert shards.data_difference({}, shards.identity_of(folder)) is None
+    assert shards.data_difference({}, shards.fingerprint_of(folder)) is None
 
 
 def test_the_hash_of_a_split_stays_as_stored_measurements_have_it(folder):

@@ -180,8 +180,8 @@ def test_gpus_of_two_kinds_end_on_every_rank_with_the_same_words(monkeypatch, ra
     """Rank 0 would train in bfloat16, rank 1 in float16."""
 
     def gather(value):
-        identity, facts = value
-        values = [(identity, facts | {"dtype": name}) for name in ("bfloat16", "float16")]
+        fingerprint, facts = value
+        values = [(fingerprint, facts | {"dtype": name}) for name in ("bfloat16", "float16")]
         values[rank] = value
         return values
 
@@ -198,7 +198,7 @@ def test_a_rank_whose_copy_of_the_data_has_no_meta_json_agrees(monkeypatch):
 
     def gather(value):
         _, facts = value
-        return [(identity, facts) for identity in ranks]
+        return [(fingerprint, facts) for fingerprint in ranks]
 
     monkeypatch.setattr("train.all_gather", gather)
     for ranks in ((whole, copied), (copied, whole)):

@@ -12,7 +12,7 @@ from data import orbits
 from data.loader import Batching
 from data.orbits import G, OrbitLoader, draw, draw_pair, kepler, positions
 from data.simulated import TRAINING
-from data.tasks import identity_of
+from data.tasks import fingerprint_of
 from errors import UserError
 
 MANY = [draw(5, index, 10) for index in range(3000)]
@@ -208,10 +208,10 @@ def open_loader(systems=40, **more):
 
 
 def test_what_tells_systems_apart():
-    identity = {"orbits": "simulated orbits of 1 to 2 planets, 40 systems, 500 bins"}
+    fingerprint = {"orbits": "simulated orbits of 1 to 2 planets, 40 systems, 500 bins"}
     config = Config(task="orbits", tie_embeddings=False, systems=40, planets=2, bins=500)
-    assert identity_of(config) == identity
-    assert identity_of(config.replace(systems=41)) != identity
+    assert fingerprint_of(config) == fingerprint
+    assert fingerprint_of(config.replace(systems=41)) != fingerprint
 
 
 def contents(batches):

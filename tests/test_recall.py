@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from config import choices
 from data.loader import Batching, TokenLoader
 from data.recall import Drawn, RecallLoader, chance, draw, hash_sequences, targets
-from data.shards import identity_of as shards_identity
-from data.tasks import identity_of, open_loader
+from data.shards import fingerprint_of as shards_fingerprint
+from data.tasks import fingerprint_of, open_loader
 from errors import UserError
 from evaluation import mean_loss
 from layers.build import build_model
@@ -211,7 +211,7 @@ def test_text_and_recall_in_turn(shards):
     text = TokenLoader(shards, batching, 257)
     recall = RecallLoader("latest", batching)
     assert loader.tokens == 2 * text.tokens
-    assert identity_of(config) == shards_identity(shards) | {
+    assert fingerprint_of(config) == shards_fingerprint(shards) | {
         "recall": "latest, ids from 257",
         "recall sequences": hash_sequences("latest"),
     }

@@ -1,7 +1,7 @@
 """Committed tables beside a comparison's entries, if they come from the same experiment.
 
 table.json records the conditions of its runs: the settings of the scale that affect what a run
-learns, the identity of the data (for recall, a hash of its sequences), and in which settings of
+learns, the fingerprint of the data (for recall, a hash of its sequences), and in which settings of
 their training its entries differ from the scale. Committed rows are shown only if the first two are
 the same, if neither their entries nor the new ones train in another way than the scale does, and if
 each run was measured on the same tokens or number of answers.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from config import LEARNED, ROOT, Config, settings_in
-from data.tasks import identity_of
+from data.tasks import fingerprint_of
 from errors import UserError
 from runtime.checkpoint import settings_of
 from runtime.files import read_json
@@ -43,7 +43,7 @@ def conditions(scale: Scale, entries: Sequence[Entry]) -> dict:
     keys = [key for key in LEARNED if key not in ("seed", "data_dir")]
     return {
         "settings": {key: settings[key] for key in (*keys, "init_from")},
-        "data": identity_of(config),
+        "data": fingerprint_of(config),
         "differing": sorted({key for key, _, _ in training_changes(scale, entries)}),
     }
 
