@@ -89,8 +89,8 @@ def reported() -> Iterator[None]:
         reason = str(error) or "more than this machine has"
         exit_with(f"not enough memory: {reason.splitlines()[0]}", code=1)
     except RuntimeError as error:
-        # how torch words a failed allocation, on a CPU and on a GPU
-        if "to allocate" not in str(error):
+        # how torch words a failed allocation, on a CPU and on a GPU; CUDA and Triton; cuBLAS
+        if not re.search("to allocate|out of memory|_ALLOC_FAILED", str(error)):
             raise
         exit_with(f"not enough memory: {first_line(error)}", code=1)
     except BrokenPipeError:

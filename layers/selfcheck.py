@@ -151,6 +151,11 @@ def check_module(
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # another path would take more memory; a CUDA error leaves no usable context
     except Exception as raised:  # whatever Triton raises
+        # Triton reports CUDA's errors as RuntimeErrors, also those of an earlier kernel
+        if "out of memory" in str(raised):
+            raise
+        if q.is_cuda:
+            torch.cuda.synchronize(q.device)  # raises AcceleratorError if CUDA is unusable
         return math.inf, f"{type(raised).__name__}: {' '.join(str(raised).split())}"
     finally:
         attention.window = window

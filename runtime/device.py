@@ -63,9 +63,15 @@ def pick_device(name: str = "auto") -> torch.device:
     others = ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
     available = gpus + others
     # a rank never touches another rank's GPU, where its CUDA context would take memory
-    own_gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    own_gpu = f"cuda:{local_rank}"
     aliases = {"auto": own_gpu if gpus else others[0], "cuda": own_gpu}
     device = aliases.get(name, name)
+    if gpus and device == own_gpu and device not in available:
+        raise UserError(
+            f"LOCAL_RANK = {local_rank}: this process has no GPU of its own, as torch sees "
+            f"{len(gpus)} on this machine: give torchrun --nproc_per_node={len(gpus)} or less"
+        )
     if device not in available:
         names = ", ".join(available)
         raise UserError(f"device = {device!r}; this machine has {names}; 'auto' picks one")
@@ -78,9 +84,9 @@ def check_gpu(device: str) -> None:
     """Raise UserError if a GPU fails at a first operation, as with an old driver or an old GPU."""
     try:
         torch.ones(1, device=device)
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if "out of memory" in str(error):  # other processes fill it
+            raise
         raise UserError(gpu_error_message(device, error)) from error
 
 

@@ -46,6 +46,16 @@ def test_a_rank_touches_its_own_gpu_alone(monkeypatch, name):
     assert touched == ["cuda:3", "cuda:3"]
 
 
+@pytest.mark.parametrize("name", ["auto", "cuda", "cuda:1"])
+def test_more_processes_than_gpus_are_refused(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    says = "LOCAL_RANK = 5.* torch sees 4 .*--nproc_per_node=4 or less"
+    with pytest.raises(UserError, match=says):
+        device.open_device(name)
+
+
 @pytest.mark.parametrize(
     "name, peak",
     [
@@ -154,6 +164,16 @@ def test_a_gpu_that_fails_at_a_first_operation_is_named(monkeypatch):
         monkeypatch.setattr(torch, "ones", failure)
         with pytest.raises(UserError, match=f"cannot use cuda:1: .*{words}"):
             device.pick_device("cuda:1")
+
+
+def test_a_gpu_that_other_processes_fill_is_no_gpu_that_torch_cannot_use(monkeypatch):
+    def full(*arguments, **options):
+        raise torch.AcceleratorError("CUDA error: out of memory\nSearch for `cuda`")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "ones", full)
+    with pytest.raises(torch.AcceleratorError, match="out of memory"):
+        device.pick_device()
 
 
 @pytest.mark.parametrize(

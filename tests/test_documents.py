@@ -19,6 +19,7 @@ from layers.documents import positions_in_documents
 from model import compile_model
 from runtime.config_files import load_config
 from tests.helpers import small_config, small_model
+from tests.kernel_cases import DEVICE
 from tests.runs import metrics, weights
 from tests.test_attention import (
     CASES,
@@ -172,12 +173,13 @@ def test_a_model_computes_each_document_alone(case, small_blocks):
 def test_a_model_by_the_kernels_is_the_reference(case):
     """Values, gradients and a cache of several documents."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    idx = packed_tokens()
-    gradient = torch.linspace(-1, 2, 2 * 16 * 16, dtype=torch.float64).view(2, 16, 16)
+    idx = packed_tokens().to(DEVICE)
+    gradient = torch.linspace(-1, 2, 2 * 16 * 16, dtype=torch.float64, device=DEVICE)
+    gradient = gradient.view(2, 16, 16)
     results = []
     for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         model = small_model(case, "--document_mask", f"--attention_impl={impl}", "--n_layer=1")
-        model = model.to(dtype)
+        model = model.to(DEVICE, dtype)
         hidden = model.hidden(idx)
         gradients = torch.autograd.grad(hidden, trunk_parameters(model), gradient.to(dtype))
         with torch.no_grad():
@@ -290,14 +292,16 @@ def test_the_padding_of_prompts_is_one_document():
     ],
 )
 def test_blocks_compile_without_graph_breaks(case, monkeypatch):
+    device = "cpu"
     if "triton" in case:
         pytest.importorskip("triton", reason="Triton is not installed")
+        device = DEVICE
     torch._dynamo.reset()
     compiled = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiled))
-    model = small_model(case, "--document_mask", "--n_layer=3").float()
+    model = small_model(case, "--document_mask", "--n_layer=3").float().to(device)
     compile_model(model)
-    idx = packed_tokens()
+    idx = packed_tokens().to(device)
     model(idx, idx)
     assert compiled.frame_count == 2  # the blocks' and the loss's
     model(idx.roll(1, dims=1), idx)

@@ -6,11 +6,13 @@ import sys
 from errno import EACCES, ENAMETOOLONG
 
 import pytest
+from torch import AcceleratorError
 
 from config import ROOT
 from errors import UserError, command
 
 TOO_LARGE = "you tried to allocate 4 bytes"
+FULL_GPU = "CUDA error: out of memory"
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,7 @@ TOO_LARGE = "you tried to allocate 4 bytes"
         (UserError("p = 0 must be at least 1"), 2, "error: p = 0 must be at least 1"),
         (MemoryError(), 1, "error: not enough memory: more than this machine has"),
         (RuntimeError(f"{TOO_LARGE}\nmore"), 1, f"error: not enough memory: {TOO_LARGE}"),
+        (AcceleratorError(f"{FULL_GPU}\nmore"), 1, f"error: not enough memory: {FULL_GPU}"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (PermissionError(EACCES, "Permission denied", "a/b"), 2, "error: a/b: Permission denied"),
         (OSError(ENAMETOOLONG, "File name too long", "a"), 2, "error: a: File name too long"),

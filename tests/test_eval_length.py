@@ -318,7 +318,7 @@ def test_kernels_are_checked_within_documents_before_they_measure_apart(
     """Also of a run that was trained without the mask."""
     run = save_untrained("lssa.py")
     options = ("--lengths=16", "--tokens=32", "--attention_impl=triton", "--documents=both")
-    says = "the kernels fail: output with 32 keys differs"
+    says = ("the kernels fail: output with ", " keys differs")  # on a GPU they are more than 32
     refused(call, eval_length, run, *options, says=says)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -156,6 +157,31 @@ def test_too_little_memory_is_no_reason_for_another_path(automatic, monkeypatch)
     monkeypatch.setattr(selfcheck, "evaluate", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):
         check("lssa.py")
+
+
+@pytest.mark.parametrize(
+    "words, usable, raised",
+    [
+        ("out of memory", True, RuntimeError),
+        ("an illegal memory access was encountered", False, torch.AcceleratorError),
+        ("device kernel image is invalid", True, None),
+    ],
+)
+def test_cuda_errors_that_triton_reports(words, usable, raised, monkeypatch):
+    """As RuntimeErrors: only a kernel that cannot be launched is a reason for another path."""
+    failure = RuntimeError(f"Triton Error [CUDA]: {words}")
+    monkeypatch.setattr(selfcheck, "relative_errors", Mock(side_effect=failure))
+    lasting = None if usable else torch.AcceleratorError(f"CUDA error: {words}")
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=lasting))
+    q = SimpleNamespace(is_cuda=True, device=None)
+    config = small_config("lssa.py")
+    attention = build_model(config).attention_layers()[0].attention
+    if raised is None:
+        _, problem = selfcheck.check_module(attention, config, q, False, False)
+        assert words in problem
+    else:
+        with pytest.raises(raised, match=words):
+            selfcheck.check_module(attention, config, q, False, False)
 
 
 def test_ranks_take_the_same_path(automatic, monkeypatch):
