@@ -83,6 +83,8 @@ def fused(
         q = l2_normalise(q)
         if not decodes:
             k = l2_normalise(k)
+    # one multiplication a row, not one a score; but where phi has a kink, the rounding of q * scale
+    # could move a score over it
     if isinstance(scale, Tensor) or entry.smooth:
         q = q * scale
         scale = 1.0

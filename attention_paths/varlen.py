@@ -98,7 +98,7 @@ def sequence_boundaries(
     document_positions: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """Return FlashAttention's cu_seqlens of B rows of L tokens: the sequences' starts, and the end.
+    """Return FlashAttention's cu_seqlens of B * L tokens: the sequences' starts, and the end.
 
     With `document_positions` [B, L], each document is a sequence, and empty sequences follow, so
     that the shape depends only on B and L. If there are more than ALWAYS_ROOM documents, of fewer
@@ -107,7 +107,7 @@ def sequence_boundaries(
     if document_positions is None:
         return torch.arange(0, B * L + 1, L, dtype=torch.int32, device=device)
     is_start = document_positions == 0
-    is_start[:, 0] = True  # also of a row whose first keys a window hides
+    is_start[:, 0] = True  # also where a document began earlier, among keys that a window hides
     is_start = is_start.flatten()
     most = documents_at_most(B, L)
     # a message or an index with a size would make torch.compile recompile for every length

@@ -179,7 +179,7 @@ def relative_errors(
     errors = {}
     impl = attention.impl
     heads = attention.n_head
-    groups = heads if config.kv_heads == config.n_head else 1
+    groups = heads // (config.n_head // config.kv_heads)
     g = torch.Generator().manual_seed(0)
     for queries, keys in sorted({(EVEN, EVEN), (ODD, ODD), (ODD, ODD + (attention.window or 0))}):
         shapes = [(heads, queries), (groups, keys), (groups, keys), (heads, queries)]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -143,6 +144,37 @@ def test_without_atomics(case, monkeypatch):
         assert torch.equal(value, second[name]), name
 
 
+@pytest.mark.parametrize("case", ["lssa.py", "lssar_p3.py"])
+def test_a_head_of_keys_serves_consecutive_heads_of_queries(case):
+    """Two heads of keys: with a single one, any assignment of heads is the same."""
+    grouped = ("--n_head=4", "--n_kv_head=2", "--n_embd=64")
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 21), (2, 37), (2, 37), (4, 21)]
+    tensors = [torch.randn(1, *shape, 16, generator=generator) for shape in shapes]
+    exactly = in_float64(case, 16, *grouped)
+    truth = evaluate(exactly, [x.double() for x in tensors])
+    layer = kernels(case, 16, *grouped)
+    results = evaluate(layer, tensors)
+    for name, exact in truth.items():
+        assert (results[name] - exact).norm() < 1e-4 * exact.norm(), name
+    last = decode(layer, *tensors[:3]).double()
+    out = truth["out"].view(1, 4, 21, 16)
+    torch.testing.assert_close(last, out[:, :, -1:], rtol=0, atol=1e-4)
+
+
+def test_decoding_in_three_chunks():
+    """On a CPU 80 keys are three chunks: not a power of 2, and the sink counts in one of them."""
+    compare("sigmoid_l1.py --p=2 --sink=learned", draw_off_kinks(2, 80, 16, FLOAT32))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the GPU's tiles have these proportions")
+@pytest.mark.parametrize("case", ["lssar_p15.py", "lssa.py --window=24 --document_mask"])
+def test_tiles_of_more_keys_than_rows(case, monkeypatch):
+    shapes = launch.SHAPES["interpreter"] | {launch.KEYS: {128: (16, 32, 4, 1)}}
+    monkeypatch.setitem(launch.SHAPES, "interpreter", shapes)
+    compare(case, draw_off_kinks(70, 70, 16, FLOAT32, B=2))
+
+
 def test_any_strides():
     """q, k and v as slices of one projection, as the model has them, and every other column."""
     generator = torch.Generator().manual_seed(0)
@@ -200,6 +232,34 @@ def test_tied_rows_stay_uniform_with_bounded_gradients(case, inputs):
         assert error < 1e-5 * scale, name
 
 
+def test_a_long_tied_row_has_bounded_gradients():
+    """A plain sum over its tiles would be so inexact that the row would not count as tied."""
+    case = "relu_li.py --p=3"
+    _, _, v, gradient = draw(1, 4096, 16, FLOAT32)
+    q = torch.zeros(1, 2, 1, 16)
+    q[..., 0] = 4
+    k = torch.zeros(1, 2, 4096, 16)
+    k[..., 0] = 1.0709
+    tensors = (q, k, v, gradient)
+    results = evaluate(kernels(case, 16), tensors)
+    for name, exact in exact_evaluation(case, tensors).items():
+        error = (results[name] - exact).norm()
+        assert error < 1e-4 * max(exact.norm(), gradient.norm()), name
+
+
+def test_a_nearly_tied_row_is_not_dead_in_bfloat16():
+    """Where 16 bits cannot tell the largest weight from the mean, the weights are equal."""
+    _, _, v, _ = draw(1, 8, 16, BFLOAT16)
+    q = torch.zeros(1, 2, 1, 16)
+    q[..., 0] = 4
+    k = torch.zeros(1, 2, 8, 16)
+    k[..., 0] = torch.tensor([6e-6, -6e-6]).repeat(4)
+    layer = kernels("ablations/phi_softplus.py --p=15", 16)
+    q.requires_grad_()  # without it a single query is decoded, in float32
+    out = layer_output(layer, q.to(BFLOAT16), k.to(BFLOAT16), v)
+    torch.testing.assert_close(out.float(), v.float().mean(2, keepdim=True), rtol=0, atol=0.01)
+
+
 @pytest.mark.parametrize("p", [131000, 140000, 1000000])
 def test_powers_of_more_bits_than_the_loop_has(p):
     """Whole powers up to 2^17 are computed by multiplication, and larger ones as any others."""
@@ -255,8 +315,10 @@ def test_scores_and_sinks_of_ten_thousand(case, size):
 def test_dead_rows_are_zero_in_value_and_gradient(case):
     q, k, v, gradient = draw(20, 20, 16, FLOAT32)
     tensors = (-q.abs(), k.abs(), v, gradient)  # no score is above 0
-    for name, value in evaluate(kernels(case, 16), tensors).items():
+    layer = kernels(case, 16)
+    for name, value in evaluate(layer, tensors).items():
         assert (value == 0).all(), name
+    assert (decode(layer, *tensors[:3]) == 0).all()
 
 
 @pytest.mark.parametrize("case", ["softmax.py --forget=True", "lssar_p3.py --forget=True"])
@@ -321,6 +383,7 @@ def test_softpick_of_extreme_scores():
     assert not out[1:3].any()
     assert not dv[1:3].any()
     last = decode(layer, q, k, v).view(4, 16).double()
+    assert not last[1:3].any()
     expected = {
         0: torch.softmax(growing, 0) @ v_by_head[0],
         3: v_by_head[3, ::2].mean(0),
@@ -456,6 +519,28 @@ def test_phis_and_their_slopes(name):
     value = a.cpu().double() / entry.value
     torch.testing.assert_close(value, exact.detach(), **tolerance)
     torch.testing.assert_close(slopes.cpu().double(), exact_slopes, **tolerance)
+
+
+class Cap(NamedTuple):
+    CAP: float
+
+
+@triton.jit
+def cap(Y, CAPPED, SLOPES, N: tl.constexpr, C: tl.constexpr):
+    at = tl.arange(0, N)
+    capped, slope = tiles.soft_capped(tl.load(Y + at), C)
+    tl.store(CAPPED + at, capped)
+    tl.store(SLOPES + at, slope)
+
+
+def test_the_soft_cap_and_its_slope():
+    y = torch.cat((torch.linspace(-0.6, 0.6, 512), torch.linspace(-40, 40, 512)))
+    capped = torch.empty(1024, device=DEVICE)
+    slopes = torch.empty(1024, device=DEVICE)
+    cap[(1,)](y.to(DEVICE), capped, slopes, N=1024, C=Cap(3.0))
+    y = y.double()
+    torch.testing.assert_close(capped.cpu().double(), 3 * (y / 3).tanh(), rtol=2e-6, atol=0)
+    torch.testing.assert_close(slopes.cpu().double(), (y / 3).cosh() ** -2, rtol=3e-5, atol=1e-6)
 
 
 @triton.jit

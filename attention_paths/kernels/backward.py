@@ -1,14 +1,17 @@
 """The fused kernels of the backward pass, in memory linear in L.
 
-A tile's dz comes from dp_ij = dO'_i . v_j, where dO'_i = factor_i dO_i and delta_i = factor_i D_i:
+backward_rows multiplies each row of dO by a factor, so that the loops over tiles need not:
+dO'_i = factor_i dO_i, and delta_i = factor_i D_i. A tile's dp_ij = dO'_i . v_j gives dy, the
+gradient of y, from which follows ds, the gradient of the product s_ij = q_i . k_j:
 
-    one stage    factor = gain     A = factor a         dz = (dp - delta) phi'(z)
-    two stages   factor = p / W    A = factor t^p / p
-                 dz = gain (t^(p-1) (dp - delta) - E / n) phi'(z)
+    one stage    factor = SLOPE gain     A = a      dy = (dp - sign(a) delta) phi'(z)
+    two stages   factor = SLOPE p / W    A = t^p
+                 dy = gain (t^(p-1) (dp - delta) - coupled) phi'(z)
 
-In one stage delta has the sign of a, and is left out without l1. In two stages gain is gain_i / X_i
-of launch.py, and E is X_i E_i of launch.py. dv sums a dO', or t^p dO' / p. With the constant SLOPE
-in factor and in E, dz is the gradient of y.
+The derivative of the kernels' phi with respect to y is SLOPE phi'(z). Without l1, delta is left
+out. In two stages gain is gain_i / X_i of launch.py, and coupled is SLOPE X_i E_i / n_i. A is the
+weight without its row's factor: dv_j is the sum of A_ij dO'_i over i, divided by SLOPE and, in two
+stages, by p.
 """
 
 from typing import NamedTuple
@@ -41,28 +44,28 @@ def backward_rows(
     rows = index * M + tl.arange(0, M)
     dout = tiles.load(tiles.matrix_of(DOUT, head.b, head.h), rows, L, C).to(tl.float32)
     out = tiles.load(tiles.matrix_of(OUT, head.b, head.h), rows, L, C).to(tl.float32)
-    along = tl.sum(dout * out, 1)
+    dout_dot_out = tl.sum(dout * out, 1)  # D_i
     gain = tiles.load_statistic(STATS, tiles.GAIN, head, rows, L)
     factor = C.SLOPE * gain
     if C.P > 0:
-        factor = C.SLOPE * tiles.load_statistic(STATS, tiles.WEIGHT, head, rows, L)
+        factor = C.SLOPE * tiles.load_statistic(STATS, tiles.FACTOR, head, rows, L)
         u = tiles.load(tiles.matrix_of(U, head.b, head.h), rows, L, C).to(tl.float32)
         coupling = tiles.load_statistic(STATS, tiles.COUPLING, head, rows, L)
-        coupled = coupling * (tl.sum(dout * u, 1) - along)
+        coupled = coupling * (tl.sum(dout * u, 1) - dout_dot_out)
         coupled *= C.SLOPE
         tiles.store_statistic(TERMS, tiles.COUPLED, coupled, head, rows, L)
-    tiles.store_statistic(TERMS, tiles.DELTA, factor * along, head, rows, L)
-    if OPTIONAL.sink is not None:  # dz of a key whose value is 0
+    tiles.store_statistic(TERMS, tiles.DELTA, factor * dout_dot_out, head, rows, L)
+    if OPTIONAL.sink is not None:  # dy of a key whose value is 0
         y = tiles.sink_of(OPTIONAL.sink, head.h, M)
         if F.shift is not None:
             y += tiles.load_statistic(STATS, tiles.SHIFT, head, rows, L)
         a, slope = F.phi(y)
-        dz = -factor * along
+        dy = -factor * dout_dot_out
         if C.P > 0:
             offset = tiles.load_statistic(STATS, tiles.OFFSET, head, rows, L)
             t = tiles.reweighted(a, gain, offset)
-            dz = (tiles.power_p_minus_1(t, C) * dz - coupled) * gain
-        tiles.store_statistic(DSINK, 0, dz * slope, head, rows, L)
+            dy = (tiles.power_p_minus_1(t, C) * dy - coupled) * gain
+        tiles.store_statistic(DSINK, 0, dy * slope, head, rows, L)
     dout = dout * factor[:, None]
     tiles.store(SCALED, head, rows, L, dout, C)
 
@@ -115,15 +118,15 @@ def row_terms(STATS, TERMS, head, rows, L, AXIS, C):
 
 
 @triton.jit
-def gradients(y, dp, bias, key_bias, terms, visible, OPTIONAL, F, C, MASKED):
-    """The weights of a tile without their factors, dz, and the gradient of the product."""
-    y, cap_slope = tiles.argument(y, bias, key_bias, C)
+def gradients(s, dp, bias, key_bias, terms, visible, OPTIONAL, F, C, MASKED):
+    """A, dy and ds of a tile, from its products s."""
+    y, cap_slope = tiles.argument(s, bias, key_bias, C)
     a, slope = F.phi(y)
     if C.P > 0:
         t = tiles.reweighted(a, terms.gain, terms.offset)
         u = tiles.power_p_minus_1(t, C)
         A = u * t
-        dz = (u * (dp - terms.delta) - terms.coupled) * slope * terms.gain
+        dy = (u * (dp - terms.delta) - terms.coupled) * slope * terms.gain
     else:
         A = a
         if C.RECTIFIED:
@@ -135,16 +138,16 @@ def gradients(y, dp, bias, key_bias, terms, visible, OPTIONAL, F, C, MASKED):
                 dp -= tl.where(a > 0, terms.delta, tl.where(a < 0, -terms.delta, 0.0))
             else:
                 dp -= terms.delta
-        dz = dp * slope
+        dy = dp * slope
     if MASKED:
         A = tl.where(visible, A, 0.0)
-        dz = tl.where(visible, dz, 0.0)
-    dy = dz
+        dy = tl.where(visible, dy, 0.0)
+    ds = dy
     if C.CAP is not None:
-        dy = dz * cap_slope
+        ds = dy * cap_slope
     if C.SCALE != 1:
-        dy = dy * C.SCALE
-    return A, dz, dy
+        ds = ds * C.SCALE
+    return A, dy, ds
 
 
 @triton.jit
@@ -222,19 +225,19 @@ def backward_keys(
             tile_bias = key_bias
             if key_bias is not None:
                 tile_bias = tl.where((rows < Lq)[None, :], key_bias, 0.0)
-            y = tiles.dot(k, tl.trans(q), C)
+            s = tiles.dot(k, tl.trans(q), C)
             dp = tiles.dot(v, tl.trans(dout), C)
             first_key = tiles.load_optional(OPTIONAL.first_key, head, rows, Lq, 0)
             visible = tiles.visible_to(rows[None, :], keys[:, None], past, first_key, C)
-            A, dz, dy = gradients(y, dp, bias, tile_bias, terms, visible, OPTIONAL, F, C, SPAN > 0)
+            A, dy, ds = gradients(s, dp, bias, tile_bias, terms, visible, OPTIONAL, F, C, SPAN > 0)
             if OPTIONAL.key_bias is not None:
-                dkey_bias += tl.sum(dz, 1)
+                dkey_bias += tl.sum(dy, 1)
             dv = tiles.dot(A.to(dout.dtype), dout, C, dv)
-            dk = tiles.dot(dy.to(q.dtype), q, C, dk)
+            dk = tiles.dot(ds.to(q.dtype), q, C, dk)
             if ATOMIC:
-                dy = dy.to(k.dtype)
-                # not dot(trans(dy), k): Triton before 3.7.1 miscompiles it for Hopper
-                dq = tl.trans(tiles.dot(tl.trans(k), dy, C))
+                ds = ds.to(k.dtype)
+                # not dot(trans(ds), k): Triton before 3.7.1 miscompiles it for Hopper
+                dq = tl.trans(tiles.dot(tl.trans(k), ds, C))
                 dq_matrix = tiles.Matrix(dq_pointer, H * C.D)
                 pointers, inside = tiles.pointers_to(dq_matrix, rows, Lq, C)
                 tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
@@ -282,13 +285,13 @@ def backward_queries(
             keys = start + tl.arange(0, BLOCK_N)
             k = tiles.load(block.k, keys, Lk, C)
             v = tiles.load(block.v, keys, Lk, C)
-            y = tiles.dot(block.q, tl.trans(k), C)
+            s = tiles.dot(block.q, tl.trans(k), C)
             dp = tiles.dot(dout, tl.trans(v), C)
             key_bias = tiles.load_optional(OPTIONAL.key_bias, head, keys, Lk, 0)
             visible = tiles.visible_to(rows[:, None], keys[None, :], block.past, first_key, C)
-            _, dz, dy = gradients(y, dp, bias, key_bias, terms, visible, OPTIONAL, F, C, SPAN > 0)
-            dbias += tl.sum(dz, 1)
-            dq = tiles.dot(dy.to(k.dtype), k, C, dq)
+            _, dy, ds = gradients(s, dp, bias, key_bias, terms, visible, OPTIONAL, F, C, SPAN > 0)
+            dbias += tl.sum(dy, 1)
+            dq = tiles.dot(ds.to(k.dtype), k, C, dq)
     tiles.store(DQ, head, rows, Lq, dq, C)
     if OPTIONAL.bias is not None:
         tiles.store_statistic(DBIAS, 0, dbias, head, rows, Lq)

@@ -92,7 +92,10 @@ def decode_values(
     BLOCK_N: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
 ):
-    """A chunk's sums of weighted values and of weights. Values of weight 0 are not read."""
+    """A chunk's sums of weighted values and of weights.
+
+    Values whose weight is 0 or, in two stages, negligible are not read.
+    """
     head, chunk = tiles.program(H)
     v_matrix = tiles.matrix_of(V, head.b, head.h // GROUP)
     Y = Y + head.bh.to(tl.int64) * Lk

@@ -51,6 +51,7 @@ def forward_one_stage(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """The output of a block of rows and, if SAVE, their GAIN and SHIFT."""
     block = tiles.row_block(Q, K, V, H, GROUP, Lq, Lk, OPTIONAL, C, BLOCK_M, BLOCK_N)
     head = block.head
     rows = block.rows
@@ -160,6 +161,7 @@ def forward_two_stages(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """The output of a block of rows and, if SAVE, U and all of the rows' statistics."""
     block = tiles.row_block(Q, K, V, H, GROUP, Lq, Lk, OPTIONAL, C, BLOCK_M, BLOCK_N)
     head = block.head
     rows = block.rows
@@ -176,7 +178,8 @@ def forward_two_stages(
         y_max = y_max + shift
         y_sink = y_sink + shift
     if F.total is not None:  # the function is increasing
-        a_max = F.total(y_max[:, None])
+        # phi in 16 bits may be less than exact: without it the largest t of a nearly tied row is 0
+        a_max = tl.minimum(F.total(y_max[:, None]), F.phi(y_max)[0])
     n = rows + block.past + 1
     if first_key is not None:
         n -= tl.sum(first_key, 1)  # from [rows, 1]
@@ -222,8 +225,8 @@ def forward_two_stages(
         tiles.store(U, head, rows, Lq, u, C)
         tiles.store_statistic(STATS, tiles.GAIN, gain, head, rows, Lq)
         tiles.store_statistic(STATS, tiles.OFFSET, offset, head, rows, Lq)
-        tiles.store_statistic(STATS, tiles.WEIGHT, C.P * inv_w, head, rows, Lq)
-        # X_i E_i / n_i without its factor (dO_i . U_i - D_i); gain is launch.py's gain_i / X_i
+        tiles.store_statistic(STATS, tiles.FACTOR, C.P * inv_w, head, rows, Lq)
+        # offset is offset_i / X_i, and top is X_i: times (dO_i . U_i - D_i) it is X_i E_i / n_i
         coupling = offset * top * C.P * total_u * inv_w / n
         tiles.store_statistic(STATS, tiles.COUPLING, coupling, head, rows, Lq)
         if F.shift is not None:

@@ -91,7 +91,7 @@ SHAPES: dict[str, Shapes] = {
     "ieee": dict.fromkeys(AMPERE, {128: (32, 32, 8, 1)}),
     "interpreter": dict.fromkeys(AMPERE, {128: (32, 16, 4, 1)}),
 }
-HOPPER_LIKE = (90, 100, 103)  # capabilities with at least 227 KB
+HOPPER_LIKE = (90, 100, 103)  # capabilities with 227 KB of shared memory for a block
 
 
 def block_shape(kernel: str, q: Tensor) -> dict[str, int]:
@@ -121,8 +121,8 @@ class Inputs(NamedTuple):
     q: Tensor  # [B, H, Lq, d], the last Lq positions
     k: Tensor  # [B, Hk, Lk, d]: each head serves H / Hk consecutive heads of q
     v: Tensor  # [B, Hk, Lk, d]
-    # [B, H, Lq]. A learned bias takes the backward pass of 7 products. Where phi is exp, in one
-    # stage without a sink, its gradient is 0: detach it.
+    # [B, H, Lq]. A learned bias takes the backward pass of 7 products. Where phi is exp, with l1
+    # and without a sink, its gradient is 0: detach it.
     bias: Tensor | None
     gain: Tensor | None  # [B, H, Lq], the factor of a row's weights; None: l1
     # [H], y of one more key, whose value is 0, without scale and bias; n does not count it. It

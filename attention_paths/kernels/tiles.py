@@ -67,9 +67,17 @@ class Constants(NamedTuple):
     PRECISION: str  # of products of float32
 
 
-# Statistics of rows, float32 [statistic, B, H, Lq]: the forward pass writes STATS, and
-# backward_rows writes TERMS, from dO. Only two stages have the last three of STATS and COUPLED.
-GAIN, SHIFT, OFFSET, WEIGHT, COUPLING = (tl.constexpr(i) for i in range(5))
+# Statistics of rows, float32 [statistic, B, H, Lq], in the symbols of launch.py. The forward pass
+# writes STATS:
+#     GAIN      gain_i in one stage, gain_i / X_i in two
+#     SHIFT     shift_i, if phi is shifted
+#     OFFSET    offset_i / X_i                            (two stages)
+#     FACTOR    p / W_i                                   (two stages)
+#     COUPLING  offset_i p R_i / (W_i n_i)                (two stages)
+# backward_rows writes TERMS, from dO and STATS:
+#     DELTA     factor_i D_i, with factor_i as in backward.py
+#     COUPLED   SLOPE X_i E_i / n_i                       (two stages)
+GAIN, SHIFT, OFFSET, FACTOR, COUPLING = (tl.constexpr(i) for i in range(5))
 DELTA, COUPLED = (tl.constexpr(i) for i in range(2))
 
 
@@ -259,7 +267,7 @@ def argument(y, bias, key_bias, C):
     """
     if C.SCALE != 1:
         y = y * C.SCALE
-    cap_slope = y
+    cap_slope = y  # without a cap it is unused: Triton 3.6 cannot return a tuple with None
     if C.CAP is not None:
         y, cap_slope = soft_capped(y, C)
     if key_bias is not None:  # biases are added up first, because they may nearly cancel
