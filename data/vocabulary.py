@@ -1,10 +1,10 @@
 """How many token ids a tokenizer has, and what identifies it, without loading it."""
 
+import hashlib
 import json
 from pathlib import Path
 
 from errors import UserError, check_choice
-from runtime.files import sha256_of
 
 # The number of token ids of each built-in tokenizer, end-of-text included.
 BUILT_IN = {"gpt2": 50257, "bytes": 257}
@@ -21,7 +21,7 @@ def identify(tokenizer: str) -> str:
     """Return the built-in name of a tokenizer, or its file's checksum."""
     if tokenizer in BUILT_IN:
         return tokenizer
-    return f"sha256:{sha256_of(tokenizer_file(tokenizer))}"
+    return f"sha256:{hashlib.sha256(tokenizer_file(tokenizer).read_bytes()).hexdigest()}"
 
 
 def tokenizer_file(tokenizer: str) -> Path:

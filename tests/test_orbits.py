@@ -261,7 +261,7 @@ def test_too_few_systems_are_refused():
         UserError, match="1 to 2 planets: val_tokens = 30 leaves 30 .* sequence of 31"
     ):
         loader.validation_batches(30, 4)
-    says = "1 to 2 planets: .* 7 sequences .* one batch .8.; set systems to at least 8"
+    says = "1 to 2 planets: .* 7 sequences .* the 8 of a step .*; set systems to at least 8"
     with pytest.raises(UserError, match=says):
         open_loader(systems=7)
     open_loader(systems=8)
