@@ -217,7 +217,6 @@ class Checkpoint:
 
     def id_if_unchanged(self) -> dict[str, Any]:
         """The id, once the weights have been read. Raises UserError as `require_unchanged` does."""
-        self.require_unchanged()  # before the file is hashed, and after
         weights_id = self.id
         self.require_unchanged()
         return weights_id

@@ -102,7 +102,10 @@ def test_a_model_of_every_path_and_one_plain_model(table):
         (["plain", "--out=configs"], "--out configs is a folder"),
         (["plain", "--rounds=0"], "--rounds 0 must be at least 1"),
         (["plain", "--phases=eval"], "--phases = 'eval'; it must be one of train"),
-        (["configs/softmax.py", "configs/fox.py", "--phases=attention"], "fox: --phases attention"),
+        (
+            ["configs/softmax.py", "configs/fox.py", "--phases=attention"],
+            "fox: --phases attention knows no gates",
+        ),
         (["configs/softmax.py", "--attention=lssar"], "softmax: attention = 'lssar' needs p"),
     ],
 )

@@ -370,14 +370,21 @@ def test_help_has_every_setting_with_its_default_and_a_word():
             "--learning_rate=1e300",
             "learning_rate = 1e+300 must be a number between -2**63 and 2**63",
         ),
-        ("--vocab_size=70000", "70000 token ids, from tokenizer, vocab_size or bins, are more"),
+        (
+            "--vocab_size=70000",
+            "70000 token ids, from tokenizer, vocab_size or bins, are more than the 65536 of a "
+            "uint16",
+        ),
         ("--tokenizer=gtp2", "tokenizer = 'gtp2'; did you mean gpt2?"),
         (
             "--task=orbits",
             "task = 'orbits' cannot tie its head to its embedding: add tie_embeddings = False",
         ),
         # values that contradict each other
-        ("--attention=lssar", "needs p, the power of its re-weighting, such as p = 15"),
+        (
+            "--attention=lssar",
+            "attention = 'lssar' needs p, the power of its re-weighting, such as p = 15",
+        ),
         (
             "--attention=sigmoid --p=3",
             "attention = 'sigmoid' cannot have p = 3.0: re-weighting "
@@ -389,7 +396,10 @@ def test_help_has_every_setting_with_its_default_and_a_word():
         ),
         ("--n_head=7", "n_embd = 768 is not divisible by n_head = 7"),
         ("--n_kv_head=5", "n_head = 12 is not a multiple of n_kv_head = 5"),
-        ("--head_size=63", "head_size (by default n_embd / n_head) = 63 must be even"),
+        (
+            "--head_size=63",
+            "head_size (by default n_embd / n_head) = 63 must be even: RoPE rotates pairs",
+        ),
         ("--nope_every=13", "nope_every = 13 must be 0 or from 2 to n_layer = 12"),
         ("--keep_every=7", "keep_every = 7 must be a multiple of checkpoint_interval = 1000"),
         ("--rope_share=0.3", "rope_share = 0.3 of the 32 pairs of a head is 9.6 pairs"),
@@ -408,7 +418,10 @@ def test_help_has_every_setting_with_its_default_and_a_word():
             "--q_rank=None",
             "q_rank = None has an effect with projections = 'tpa' only, not with 'linear'",
         ),
-        ("--local_window=9", "local_window = 9 needs heads without positions: set nope_share or"),
+        (
+            "--local_window=9",
+            "local_window = 9 needs heads without positions: set nope_share or nope_every",
+        ),
         ("--window_pattern=SSSL", "gives none of n_layer = 12 layers a window: window = None"),
         ("--rope_theta=1", "rope_theta = 1 must be above 1"),
         ("--max_iters=1000000000000", "must be below 1000000000000"),

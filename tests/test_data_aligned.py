@@ -157,7 +157,9 @@ def test_documents_are_counted_in_aligned_windows(data_dir):
 def test_what_cannot_be_aligned_is_refused(data_dir):
     open_aligned(data_dir, 13, seed=0)
     cropped = r"\d+ tokens, of which align_documents crops \d+\.\d%, give 13 sequences of 8 tokens"
-    needed = r"fewer than the 14 of a step \(.*\); more documents are needed"
+    needed = (
+        r"fewer than the 14 of a step \(total_batch_size / block_size\); more documents are needed"
+    )
     with pytest.raises(UserError, match=rf"{cropped} .* {needed}"):
         open_aligned(data_dir, 14, seed=0)
     path = data_dir / "x_train_000002.bin"
