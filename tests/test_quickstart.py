@@ -16,7 +16,7 @@ def test_an_interrupted_venv_is_completed(tmp_path):
     """As Ctrl-C leaves it before Python has installed pip into it."""
     (tmp_path / "scripts/common").mkdir(parents=True)
     shutil.copy(ROOT / "scripts/common/setup.sh", tmp_path / "scripts/common")
-    (tmp_path / "requirements.txt").write_text("pip\n")  # needs no network
+    (tmp_path / "requirements.txt").write_text("pip\n")  # which is there by then
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True)
     commands = "source scripts/common/setup.sh && setup requirements.txt"
     subprocess.run(["bash", "-c", commands], cwd=tmp_path, check=True)

@@ -18,9 +18,10 @@ setup() {
     local done=".venv/.installed-$1"
     if ! cmp -s <(cat requirements*.txt) "$done"; then
         echo "installing $1 into .venv ..."
-        # a .venv that was interrupted, or made by uv, has no pip
+        # a .venv that was interrupted, or made by uv, has no pip; before pip 24 choosing the wheels
+        # takes half a minute
         .venv/bin/python -m pip --version >/dev/null 2>&1 ||
-            "$python" -m venv .venv || exit 1
+            "$python" -m venv --upgrade-deps .venv || exit 1
         # most modules are never imported: bytecode waits for those that are, if Python may write it
         local bytecode=--no-compile
         [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || bytecode=--compile
