@@ -305,6 +305,18 @@ def test_an_entry_called_as_a_config_is_this_config():
         assert scale.plan(entry, 1337).config == scale.plan(config_entry(entry.run), 1337).config
 
 
+def test_copies_beyond_learned_positions_are_refused_before_training(
+    reproduced, commands, scale, capsys
+):
+    with open(scale, "a") as file:
+        file.write('positions = "learned"\n')
+    with pytest.raises(SystemExit):
+        reproduced("copying", "--only=softmax")
+    says = "a length of 260 is beyond its learned positions, which end at block_size = 16"
+    assert says in capsys.readouterr().err
+    assert not commands
+
+
 def test_a_refusal_under_torchrun_ends_the_command(monkeypatch, tmp_path):
     """torchrun exits with 1, as of a run that diverged."""
     monkeypatch.setattr(planned, "processes_of", lambda config: 2)

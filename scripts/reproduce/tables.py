@@ -61,7 +61,7 @@ from scripts.reproduce.kinds import (
     passkeys,
     recall,
 )
-from scripts.reproduce.measure import Experiment, in_tokens
+from scripts.reproduce.measure import Experiment, all_in_tokens, in_tokens
 from scripts.reproduce.pictures import in_panels, lines
 from scripts.weights_by_distance import WeightsByDistance, mean_shares, positive_curve
 
@@ -476,7 +476,7 @@ EXPERIMENTS = {
         columns=("share kept at 16x",),
         better="higher",
         digits=3,
-        evaluation=lambda config: Copying(),
+        evaluation=lambda config: Copying(lags=all_in_tokens(BEYOND, config)),
         values=copying_columns,
         draw=partial(pictures.together, xlabel="lag, in multiples of the training length"),
         remarks=shares_kept_by_seed,
