@@ -13,6 +13,7 @@ import io
 import math
 import sys
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,12 +216,6 @@ class Checkpoint:
         self.require_unchanged()
         return {"step": load(self.path).step, "sha256": sha256_of(self.path)}
 
-    def id_if_unchanged(self) -> dict[str, Any]:
-        """The id, once the weights have been read. Raises UserError as `require_unchanged` does."""
-        weights_id = self.id
-        self.require_unchanged()
-        return weights_id
-
     def require_unchanged(self) -> None:
         """Raise UserError if training has replaced or deleted the file since."""
         if not self.path.exists() or self.path.stat().st_mtime_ns != self.modified_ns:
@@ -285,11 +280,21 @@ def changes_since(state: State, config: Config) -> dict[str, tuple]:
     return {key: (before[key], now[key]) for key in RECORDED_ON_RESUME if before[key] != now[key]}
 
 
-def load_weights(model: GPT, run: str | Path) -> dict[str, Any]:
-    """Copy a run's weights into the model, as `copy_weights`; returns their checkpoint's id."""
-    checkpoint = find(run)
-    copy_weights(model, load(checkpoint.path), checkpoint.path)
-    return checkpoint.id_if_unchanged()
+def load_weights(
+    model: GPT, checkpoint: Checkpoint, resize: Callable | None = None
+) -> dict[str, Any]:
+    """Copy a checkpoint's weights into the model, as `copy_weights`; returns the checkpoint's id.
+
+    `resize`(weights, model) returns the weights in the model's shapes.
+    """
+    checkpoint.require_unchanged()  # a file that is gone is not a damaged one
+    state = load(checkpoint.path)
+    if resize is not None:
+        state.model = resize(state.model, model)
+    copy_weights(model, state, checkpoint.path)
+    weights_id = checkpoint.id
+    checkpoint.require_unchanged()  # so that the id is of the weights that were read
+    return weights_id
 
 
 def copy_weights(model: GPT, state: State, source: str | Path) -> None:

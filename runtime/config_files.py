@@ -215,7 +215,9 @@ def saved_settings(content: Any, source: str | Path) -> dict[str, Any]:
     values = convert(content, Settings, source)
     if "attention" not in values:
         raise UserError(f"{source}: it does not hold the settings of a run")
-    check_saved_keys(values, source)
+    advice = "; the run's environment.json names the commit that wrote it"
+    for key in values:
+        require_known_setting(key, str(source), advice)
     folder = Path(source).parent
     copy = folder / TOKENIZER
     tokenizer = values.get("tokenizer", "gpt2")
@@ -227,29 +229,12 @@ def saved_settings(content: Any, source: str | Path) -> dict[str, Any]:
             "file"
         )
     data_dir = values.get("data_dir")
-    recorded = recorded_data_dir(folder)
-    if isinstance(data_dir, str) and recorded is not None and os.path.exists(recorded):
-        if Path(find_data(data_dir)).resolve() != recorded.resolve():
+    record = folder / DATA_DIR
+    if isinstance(data_dir, str) and record.is_file():
+        recorded = Path(record.read_text(encoding="utf-8", errors="replace").strip())
+        if os.path.exists(recorded) and recorded.resolve() != Path(find_data(data_dir)).resolve():
             values = values | {"data_dir": str(recorded)}
     return values
-
-
-def check_saved_keys(values: dict[str, Any], source: str | Path) -> None:
-    """Raise UserError for a saved setting that does not exist here."""
-    for key in values:
-        if key not in SETTINGS:
-            raise UserError(
-                f"{source} has {key!r}, which is not a setting here: the run's environment.json "
-                "names the commit that wrote it"
-            )
-
-
-def recorded_data_dir(run: Path) -> Path | None:
-    """The absolute path of the data_dir that a run was trained on, as the run recorded it."""
-    path = run / DATA_DIR
-    if not path.is_file():
-        return None
-    return Path(path.read_text(encoding="utf-8", errors="replace").strip())
 
 
 def find_data(data_dir: str) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from errors import UserError
 from model import GPT
-from runtime.checkpoint import State, copy_weights, find, load, load_weights, settings_of
+from runtime.checkpoint import State, copy_weights, find, load_weights, settings_of
 from runtime.files import read_pt
 from runtime.hf_config import PRETRAINED, load_pretrained
 from runtime.nanogpt import NANOGPT, is_nanogpt_checkpoint, rename_weight
@@ -49,9 +49,8 @@ def load_initial(model: GPT, source: str) -> dict[str, Any] | None:
     if source.startswith(PRETRAINED):
         load_gpt2(model, source)
         return None
-    if source.startswith(NANOGPT):
-        return load_nanogpt(model, source)
-    return load_weights(model, source)
+    resize = resize_to_model if source.startswith(NANOGPT) else None
+    return load_weights(model, find(source.removeprefix(NANOGPT)), resize)
 
 
 def load_gpt2(model: GPT, source: str) -> None:
@@ -74,15 +73,6 @@ def load_gpt2(model: GPT, source: str) -> None:
     required = {key: settings[key] for key in ("tokenizer", "n_head")}
     state = State(model=resize_to_model(renamed, model), step=0, config=required)
     copy_weights(model, state, source)
-
-
-def load_nanogpt(model: GPT, source: str) -> dict[str, Any]:
-    """Copy the weights of nanoGPT's ckpt.pt into the model, as `load_gpt2`."""
-    checkpoint = find(source.removeprefix(NANOGPT))
-    state = load(checkpoint.path)
-    state.model = resize_to_model(state.model, model)
-    copy_weights(model, state, source)
-    return checkpoint.id_if_unchanged()
 
 
 def resize_to_model(weights: dict[str, Tensor], model: GPT) -> dict[str, Tensor]:

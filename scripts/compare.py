@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from config import Config, choices, settings_in
-from errors import UserError, check_choice, command, did_you_mean
+from errors import UserError, check_choice, command
 from layers.heads import check_attention
 from runtime.config_files import format_value, load_config, parse, shorten
 from scripts.common.command_line import parse_lengths
@@ -65,12 +65,7 @@ from scripts.reproduce.entries import (
 from scripts.reproduce.measure import Experiment
 from scripts.reproduce.report import build_parser, require_known, run_experiment
 
-# Settings that entries may differ in: losses on other data or at other lengths cannot be compared.
-COMPARABLE = {*settings_in("attention", "model", "optimisation")} - {
-    "block_size",
-    "first_batch",
-    "seed",
-}
+# Entries may not differ in these: losses on other data or at other lengths cannot be compared.
 FIXED = (*settings_in("data"), "block_size", "first_batch")
 # How the run of CONFIG.py:VIEW may be evaluated.
 FILE_VIEWS = [view for view in VIEWS if view not in ("", "oracle")]
@@ -125,11 +120,7 @@ def require_scale(name: str) -> None:
         task = scale.rpartition("/")[0]
         if task in ("", *choices("task")):  # the folder t6 has the sizes of T6's heads alone
             known.append(scale)
-    if name not in known:
-        raise UserError(
-            f"--scale {name!r}; {did_you_mean(name, known)}it must be one of {', '.join(known)}, "
-            "or a config file"
-        )
+    check_choice("--scale", name, [*known, "FILE.py"])
 
 
 def read_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -160,7 +151,7 @@ def entries_of(scale: Scale, configs: list[str], grid: dict[str, str]) -> tuple[
     values = []
     for key, texts in grid.items():
         refuse_setting_of_runs(key)
-        if key not in COMPARABLE:
+        if key in FIXED or key == "init_from":  # a path, which cannot name a run
             raise UserError(
                 f"--{key}: entries cannot differ in it; set it for all entries in --scale FILE.py"
             )

@@ -112,7 +112,7 @@ def finetune(run: str, out: Path, options: FineTuning) -> bool:
     # ---- model ----
     model = build_model(base).to(device)
     kernels = check_kernels(model, base, options.torch_dtype, say=say)
-    began_with = checkpoint.load_weights(model, run)
+    began_with = checkpoint.load_weights(model, checkpoint.find(run))
 
     # ---- data ----
     examples = encode_all(questions, base)

@@ -267,7 +267,8 @@ def test_a_run_of_nearly_that_name_is_suggested(tmp_path):
 
 def test_a_run_with_a_setting_of_another_version_is_refused(tmp_path):
     path = saved(tmp_path / "run", dropout=0.1)
-    says = f"{path} has 'dropout', which is not a setting here: the run's environment.json"
+    says = f"{path} sets 'dropout', which is not a setting; python train.py --help lists them; "
+    says += "the run's environment.json names the commit"
     with pytest.raises(UserError, match=re.escape(says)):
         run_folder.read_config(tmp_path / "run")
     assert says in refusal("--resume", str(tmp_path / "run"))

@@ -119,7 +119,7 @@ def test_the_command(shards, call, tmp_path, capsys, refused):
     # one passage, by hand
     tokens = read_shard(shards / "text_val_000000.bin").astype(np.int64)
     model = build_model(run_folder.read_config(runs[0])).eval().scale_rope("yarn")
-    checkpoint.load_weights(model, runs[0])
+    checkpoint.load_weights(model, checkpoint.find(runs[0]))
 
     def loss(first):
         ids = np.concatenate((first, tokens[124:160], tokens[120:124]))

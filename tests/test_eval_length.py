@@ -43,7 +43,7 @@ def direct_losses(run, shards, length, scaling="none", changes=None, **scale):
     """Loss of each of the first 256 validation tokens in windows of this length: [windows, L]."""
     config = run_folder.read_config(run).replace(**changes or {})
     model = build_model(config).eval().scale_rope(scaling, **scale)
-    checkpoint.load_weights(model, run)
+    checkpoint.load_weights(model, checkpoint.find(run))
     tokens = first_tokens(shards)
     windows = []
     for number in range(256 // length):
@@ -366,7 +366,7 @@ def test_scores_that_grow_are_another_measurement(save_untrained, call, shards, 
     assert len(measured) == 6
     plain, scaled, control = measured_losses(run)
     model = build_model(run_folder.read_config(run)).eval().scale_scores(5.0)
-    checkpoint.load_weights(model, run)
+    checkpoint.load_weights(model, checkpoint.find(run))
     tokens = first_tokens(shards)
     x = tokens[:-1].view(4, 64)
     y = tokens[1:].view(4, 64)

@@ -134,7 +134,7 @@ def test_the_schedule_and_the_settings_are_the_papers(run, squad, call, tmp_path
 
     # the first loss is the base model's, summed over an answer and averaged over examples
     model = build_model(config).eval()
-    checkpoint.load_weights(model, run)
+    checkpoint.load_weights(model, checkpoint.find(run))
     examples = finetune_squad.encode_all(finetune_squad.read_squad(squad), config)
     answer_losses = []
     for example in finetune_squad.examples_of_batch(0, examples, 16, config.seed):

@@ -149,7 +149,7 @@ def test_checkpoints_of_other_content(trained, tmp_path, data):
 
     def load():
         model = build_model(run_folder.read_config(file))
-        checkpoint.load_weights(model, file)
+        checkpoint.load_weights(model, checkpoint.find(file))
 
     works_or_refuses(load)
 

@@ -10,7 +10,7 @@ import train
 from data.shards import write_shard
 from errors import UserError
 from layers.build import build_model
-from runtime import pretrained
+from runtime import checkpoint
 from runtime.config_files import load_config
 from runtime.pretrained import check_initial, load_initial
 from scripts import eval_length
@@ -186,12 +186,12 @@ def test_other_files_are_refused(tmp_path, trained, capsys):
 def test_weights_that_nanogpt_replaces_meanwhile_are_refused(tmp_path, monkeypatch):
     """Its training overwrites the file: the hash would be of other weights."""
     path = save(tmp_path / "ckpt.pt", gpt(50304))
-    copy_weights = pretrained.copy_weights
+    copy_weights = checkpoint.copy_weights
 
     def copy_slowly(*arguments):
         copy_weights(*arguments)
         os.utime(path, ns=(1, 1))
 
-    monkeypatch.setattr(pretrained, "copy_weights", copy_slowly)
+    monkeypatch.setattr(checkpoint, "copy_weights", copy_slowly)
     with pytest.raises(UserError, match=f"{path} was replaced or deleted meanwhile"):
         load(path)

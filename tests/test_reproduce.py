@@ -175,7 +175,7 @@ def test_a_table_leaves_out_runs_with_other_settings(reproduced, scale):
     "arguments, parts",
     [
         (["table1", "--only=softmax,ssmax"], ["--only = 'ssmax'", "lssar_p15"]),
-        (["table1", "--scale=tinny"], ["'tinny'; did you mean tiny?", "124m", "a config file"]),
+        (["table1", "--scale=tinny"], ["'tinny'; did you mean tiny?", "124m", "FILE.py"]),
         (["recall", "--scale=124m"], ["'124m'", "tiny_mqar"]),
         (
             ["table1", "--scale=configs/scales/orbits/tiny.py"],

@@ -338,19 +338,12 @@ def read_measurements(file: Path) -> list[dict]:
 
 def find_measurement(measurements: list[dict], facts: dict) -> dict:
     """The newest measurement that these facts identify; empty if there is none."""
+    # the same data may lie in several folders: the hash tells them apart
+    keys = facts.keys() - {"data_dir"}
     for measurement in reversed(measurements):
-        if matches(measurement, facts):
+        if all(measurement.get(key) == facts[key] for key in keys):
             return measurement
     return {}
-
-
-def matches(measurement: dict, facts: dict) -> bool:
-    """Whether a measurement has these facts."""
-    for key, value in facts.items():
-        # the same data may lie in several folders: the hash tells them apart
-        if key != "data_dir" and measurement.get(key) != value:
-            return False
-    return True
 
 
 def store(file: Path, facts: dict, name: str, values: dict, code: str, environment: dict) -> None:

@@ -83,9 +83,7 @@ def load_trained(
     scaling = rope_scaling(config, options, model)
     model.scale_rope(scaling, options.rope_factor, options.rope_theta)
     model.scale_scores(options.log_base)
-    weights.require_unchanged()  # a file that is gone is not a damaged one
-    checkpoint.copy_weights(model, checkpoint.load(weights.path), weights.path)
-    weights.id_if_unchanged()  # so that the id in the facts is of the weights that were read
+    checkpoint.load_weights(model, weights)
     if options.window is not None:
         check_windows(model, device, options.torch_dtype)
     folder = folder_of(weights)

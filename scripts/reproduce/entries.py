@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from config import ROOT, Config, settings_in
-from errors import UserError, did_you_mean
+from errors import UserError, check_choice
 from layers.rope import Rope
 from runtime.config_files import load_config, read_file, require_known_setting
 from scripts.common.papers import SSMAX
@@ -270,13 +270,9 @@ def open_scale(name: str, out: str, task: str = "language", settings: Sequence[s
     if name.endswith(".py"):
         files = [name]
         name = Path(name).stem
-    elif name in scales:
-        files = scales[name]
     else:
-        raise UserError(
-            f"--scale {name!r}; {did_you_mean(name, scales)}it must be one of {', '.join(scales)}, "
-            "or a config file"
-        )
+        check_choice("--scale", name, [*scales, "FILE.py"])
+        files = scales[name]
     require_settable(settings)
     for file in files:
         refuse_seed(file)

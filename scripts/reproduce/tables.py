@@ -35,6 +35,7 @@ from scripts.reproduce.entries import (
     TRUE_FORCES,
     UNTRAINED,
     Entry,
+    Settings,
     all_entries,
     at_other_p,
     by_name,
@@ -112,50 +113,39 @@ ROPES = {
 }
 
 
-def normed_and_partial(config: str) -> dict[str, Entry]:
-    """Return a config with and without QK norm, with RoPE on all pairs of a head and on half."""
+def crossed(config: str, settings_of: dict[str, Settings], *views: str) -> dict[str, Entry]:
+    """Return a config with each of these settings, evaluated in its default way and in `views`."""
     entries = []
-    for name, qk_norm, rope_share in (
-        ("all", False, 1.0),
-        ("half", False, 0.5),
-        ("qk_norm_all", True, 1.0),
-        ("qk_norm_half", True, 0.5),
-    ):
-        run = f"{config}_{name}"
-        entry = config_with(config, run, qk_norm=qk_norm, rope_share=rope_share)
-        entries += [entry, replace(entry, view="plain_rope")]
-    return {entry.name.removeprefix(f"{config}_"): entry for entry in entries}
-
-
-NORM_AND_PAIRS = {
-    config: normed_and_partial(config)
-    for config in ("softmax", "softmax_logn", "ssmax", "lssa", "lssar_p15", "scale_invariant")
-}
-
-
-def by_documents(config: str, *views: str) -> dict[str, Entry]:
-    """Return a config with and without document_mask, in the stream and in aligned windows.
-
-    Each is evaluated in its default way, and in these.
-    """
-    entries = []
-    for name, mask, align in (
-        ("stream_joined", False, False),
-        ("stream_apart", True, False),
-        ("aligned_joined", False, True),
-        ("aligned_apart", True, True),
-    ):
-        run = f"{config}_{name}"
-        entry = config_with(config, run, document_mask=mask, align_documents=align)
+    for name, settings in settings_of.items():
+        entry = config_with(config, f"{config}_{name}", **settings)
         entries += [replace(entry, view=view) for view in ("", *views)]
     return {entry.name.removeprefix(f"{config}_"): entry for entry in entries}
 
 
+# with and without QK norm, with RoPE on all pairs of a head and on half
+NORMED_AND_PARTIAL = {
+    "all": {"qk_norm": False, "rope_share": 1.0},
+    "half": {"qk_norm": False, "rope_share": 0.5},
+    "qk_norm_all": {"qk_norm": True, "rope_share": 1.0},
+    "qk_norm_half": {"qk_norm": True, "rope_share": 0.5},
+}
+NORM_AND_PAIRS = {
+    config: crossed(config, NORMED_AND_PARTIAL, "plain_rope")
+    for config in ("softmax", "softmax_logn", "ssmax", "lssa", "lssar_p15", "scale_invariant")
+}
+
+# with and without document_mask, in the stream and in aligned windows
+MASKED_AND_ALIGNED = {
+    "stream_joined": {"document_mask": False, "align_documents": False},
+    "stream_apart": {"document_mask": True, "align_documents": False},
+    "aligned_joined": {"document_mask": False, "align_documents": True},
+    "aligned_apart": {"document_mask": True, "align_documents": True},
+}
 DOCUMENTS = {
-    "softmax": by_documents("softmax"),
-    "ssmax": by_documents("ssmax"),
-    "lssar_p15": by_documents("lssar_p15"),
-    "hybrid_ssmax": by_documents("hybrid_ssmax", "dynamic_ntk"),
+    "softmax": crossed("softmax", MASKED_AND_ALIGNED),
+    "ssmax": crossed("ssmax", MASKED_AND_ALIGNED),
+    "lssar_p15": crossed("lssar_p15", MASKED_AND_ALIGNED),
+    "hybrid_ssmax": crossed("hybrid_ssmax", MASKED_AND_ALIGNED, "dynamic_ntk"),
 }
 
 
