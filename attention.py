@@ -240,6 +240,7 @@ class Variant:
         """
         if not self.is_l1 or self.phi.signed:
             return False
+        # on the CPU: a model may be built on the meta device, which has no values to compare
         first_score = torch.zeros((), device="cpu")
         return bool(self.phi.function(first_score) > 0)
 
@@ -322,8 +323,8 @@ def negate(A: Tensor, rows: Rows) -> Tensor:
 
 def recentre(A: Tensor, rows: Rows) -> Tensor:
     """Subtract the mean of the row, except where n <= 3 (the footnote of LSSAR Table A4)."""
-    visible = rows.visible_mask()
-    return A - (visible & (rows.n > 3)) / rows.n
+    is_recentred = rows.visible_mask() & (rows.n > 3)
+    return A - is_recentred / rows.n
 
 
 def recentre_l1(A: Tensor, rows: Rows) -> Tensor:
@@ -356,9 +357,10 @@ def entmax(z: Tensor, power: int) -> Tensor:
     """Compute alpha-entmax, power = 1 / (alpha - 1): sparsemax for 1, 1.5-entmax for 2.
 
     It is relu(z / power - tau)^power, with the tau of each row for which it sums to 1 (Peters et
-    al. 2019). The power-norm of relu(z / power - tau) falls with
-    tau and is convex: from tau = -1 Newton's method approaches, from below, the tau at which the
-    norm is 1. The last step gives tau its gradient.
+    al. 2019). z / power is first shifted to a maximum of 0, where tau is from -1 to 0. The
+    power-norm of relu(z / power - tau) falls with tau and is convex: from tau = -1 Newton's
+    method approaches, from below, the tau at which the norm is 1. The last step gives tau its
+    gradient.
     """
     z = z / power
     z = z - row_max(z)

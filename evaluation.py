@@ -74,7 +74,11 @@ def layer_attention_weights(
             for attention in attentions:
                 hooks.enter_context(attention.register_forward_hook(record))
         model.hidden(idx)
-    return [torch.cat([reduced[a] for a in attentions], dim=1) for attentions in selected]
+    by_layer = []
+    for attentions in selected:
+        heads = [reduced[attention] for attention in attentions]
+        by_layer.append(torch.cat(heads, dim=1))
+    return by_layer
 
 
 def head_windows(model: GPT) -> list[list[int | None]]:

@@ -18,7 +18,7 @@ def build_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
     """Build AdamW over all parameters; or Muon over the blocks' matrices, AdamW over the rest."""
     muon_matrices = []
     if config.optimizer == "muon":
-        # c_attn is one matrix: q, k and v side by side or, in T6, their factors
+        # Muon orthogonalises c_attn as one matrix: q, k and v side by side or, in T6, their factors
         muon_matrices = [p for p in model.trunk.blocks.parameters() if p.dim() == 2]
     by_muon = set(muon_matrices)
     by_adamw = [p for p in model.parameters() if p not in by_muon]

@@ -209,15 +209,15 @@ def check_blocks(
 
     The blocked path and decoding compute a few rows at a time, without masked keys.
     """
-    for window, first in ((None, 0), (3, 3)):
+    for window, first in ((None, 0), (3, 3)):  # `first`: the first key that the last row sees
         attention.window = window
         whole = attention.weights(q, k, context)
         if not torch.equal(whole, attention.weights(q, k, context)):
             return  # it draws random numbers
         for keys, queries in (
-            (slice(4), slice(4)),
-            (ALL, slice(3, None)),
-            (slice(first, None), slice(LENGTH - 1, None)),
+            (slice(4), slice(4)),  # without the last rows and keys
+            (ALL, slice(3, None)),  # without the first rows
+            (slice(first, None), slice(LENGTH - 1, None)),  # the last row with its keys alone
         ):
             block_context = context.select(queries=queries, keys=keys)
             block = call(name, attention.weights, q[:, :, queries], k[:, :, keys], block_context)

@@ -26,7 +26,9 @@ class Factors:
 
     def dot(self, q: Tensor) -> Tensor:
         """The products [B, H, 1, Lk] of a single query of each head, [B, H, 1, d], with its x."""
-        return (self.a * (self.b @ q.transpose(1, 2).mT)).sum(1).mT[:, :, None]
+        b_dot_q = self.b @ q.transpose(1, 2).mT  # [B, R, Lk, H]
+        x_dot_q = (self.a * b_dot_q).sum(1)  # [B, Lk, H]
+        return x_dot_q.mT[:, :, None]
 
     def squared_norms(self) -> Tensor:
         """|x|^2, [B, H, 1, Lk]: the sum over r and s of a_r a_s b_r . b_s.
@@ -46,8 +48,10 @@ class Factors:
 
     def mix(self, weights: Tensor) -> Tensor:
         """The sums [B, H, 1, d] of x with the weights [B, H, 1, Lk] of a single query."""
-        a = (weights.transpose(1, 2).mT * self.a).to(self.b.dtype)  # [B, R, Lk, H]
-        return (a.mT @ self.b).sum(1)[:, :, None]
+        weights = weights.transpose(1, 2).mT  # [B, 1, Lk, H]
+        weighted_a = (weights * self.a).to(self.b.dtype)  # [B, R, Lk, H]
+        by_rank = weighted_a.mT @ self.b  # [B, R, H, d]
+        return by_rank.sum(1)[:, :, None]
 
 
 def factored(

@@ -92,8 +92,12 @@ def fused(
     if variant.bias is not None:
         bias = entry.argument * per_row(variant.bias(rows))
     decay = rows.cumulative_log_forget
-    if rows.slopes is not None:  # ALiBi is a constant forget gate, exact near the last key
-        alibi = (rows.slopes * (rows.q_idx[-1] - rows.kv_idx))[:, 0].expand(*q.shape[:2], -1)
+    if rows.slopes is not None:
+        # ALiBi is a forget gate with log f = -slope at every key. The sums of log f are counted
+        # back from the last key, so that their rounding is smallest near it.
+        distance = rows.q_idx[-1] - rows.kv_idx  # [Lk]
+        alibi = (rows.slopes * distance)[:, 0]  # [H, Lk]
+        alibi = alibi.expand(*q.shape[:2], -1)  # [B, H, Lk]
         decay = alibi if decay is None else decay + alibi
     key_bias = None
     if decay is not None:

@@ -47,7 +47,7 @@ class Context:
             log_forget = log_forget[sequences, heads, keys]
         score_scale = self.score_scale
         if isinstance(score_scale, Tensor):
-            B, H, Lq, _ = score_scale.shape
+            B, H, Lq, _ = score_scale.shape  # size 1: the same factor for all
             score_scale = score_scale[
                 sequences if B > 1 else ALL,
                 heads if H > 1 else ALL,

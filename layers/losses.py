@@ -66,11 +66,12 @@ class LinearCrossEntropy(torch.autograd.Function):
                 gradient = log_p.expm1().to(logits.dtype)
                 logits.scatter_(1, slice_targets.clamp_min(0)[:, None], gradient[:, None])
                 slice_losses.copy_(-log_p)
+            # chunk.logits now holds the gradient of the sum of the chunk's losses
             x_gradients.append(chunk.logits @ chunk.weight)
             size = VOCABULARY_ROWS if x.is_cpu else len(weight)
             by_rows = chunk.logits.split(size, dim=1)
-            for rows, logits in zip(weight_gradient.split(size), by_rows, strict=True):
-                product = logits.T @ chunk.x
+            for rows, gradients in zip(weight_gradient.split(size), by_rows, strict=True):
+                product = gradients.T @ chunk.x
                 if i == 0:
                     rows.copy_(product)
                 else:

@@ -175,6 +175,14 @@ def test_tiles_of_more_keys_than_rows(case, monkeypatch):
     compare(case, draw_off_kinks(70, 70, 16, FLOAT32, B=2))
 
 
+def test_a_bias_that_is_not_learned_has_no_gradient():
+    """Not even a NaN of memory that no kernel has written, at which detect_anomaly raises."""
+    layer = kernels("sigmoid_logn.py", 16)
+    tensors = draw(5, 5, 16, FLOAT32)
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        evaluate(layer, tensors)
+
+
 def test_any_strides():
     """q, k and v as slices of one projection, as the model has them, and every other column."""
     generator = torch.Generator().manual_seed(0)

@@ -104,7 +104,8 @@ def block_shape(kernel: str, q: Tensor) -> dict[str, int]:
         capability = triton.runtime.driver.active.get_current_target().arch
         kind = "hopper" if capability in HOPPER_LIKE else "ampere"
     shapes = SHAPES[kind][kernel]
-    m, n, warps, stages = shapes[min(size for size in shapes if q.shape[3] <= size)]
+    smallest = min(size for size in shapes if q.shape[3] <= size)
+    m, n, warps, stages = shapes[smallest]
     return dict(BLOCK_M=m, BLOCK_N=n, num_warps=warps, num_stages=stages)
 
 
@@ -445,7 +446,7 @@ def call_backward(ctx, dout, *_):
         q=dq.to(inputs.q.dtype),
         k=dk,
         v=dv,
-        bias=None if inputs.bias is None else dbias,
+        bias=dbias if learns_bias else None,  # if not learned, it may be unwritten memory
         gain=None,
         sink=None if inputs.sink is None else dsink.sum((0, 2)),
         key_bias=None if inputs.key_bias is None else dkey_bias,
