@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,7 +95,8 @@ def main(config: Config) -> None:
         check_writable(run)
     elif rank() == 0:
         lock = lock_folder(run, "training this run")
-    with process_group(device, config.timeout, config.dry_run), lock:
+    with process_group(device, config.timeout, config.dry_run), ExitStack() as stack:
+        raise_on_all_ranks(partial(stack.enter_context, lock))  # rank 0 alone has a lock
         batch_size = min(all_gather(batch_size))  # the ranks' GPUs may differ in memory
         if batch_size != config.batch_size and rank() == 0:
             sequences = config.total_batch_size // (world_size() * config.block_size)
@@ -210,7 +211,7 @@ def train(
             on_host = torch.stack((loss, grad_norm)).to("cpu", non_blocking=monitor.logs_late)
             ended = Event(training.device)
             monitor.add(LaunchedStep(training.step, lr, batch.tokens, on_host, began, ended))
-        saver.wait()
+        raise_on_all_ranks(saver.wait)
         outcome = "finished" if finished else "stopped by a signal; continue with --resume"
         log.print(f"step {training.step} of {config.max_iters} is saved: {outcome}")
         log.finish()
@@ -455,7 +456,7 @@ class Monitor:
         self.log.validation(training.step, val_loss)
         if val_loss < training.best_val_loss:
             training.best_val_loss = val_loss
-            self.saver.save("best", training.state(config, best=True))
+            self.save_state("best", training.state(config, best=True))
 
     def save(self) -> None:
         """Save a checkpoint. Ends the run if weights are not finite."""
@@ -467,9 +468,16 @@ class Monitor:
                 raise UserError(f"initial weights are not finite: init_from = {source!r}")
             self.end_diverged(step, "its update left non-finite weights", weights_are_bad=True)
         self.log.sync()
-        self.saver.save("step", self.training.state(self.config))
-        if step == 0:
-            self.saver.wait()  # so any run with a step can be resumed; a full disk shows at once
+        self.save_state("step", self.training.state(self.config))
+        if step == 0:  # so any run with a step can be resumed; a full disk shows at once
+            raise_on_all_ranks(self.saver.wait)
+
+    def save_state(self, kind: str, state: State) -> None:
+        """Save a state as Saver.save does; if rank 0 cannot, all ranks raise UserError.
+
+        Otherwise the others would begin a step, whose collectives never end without rank 0.
+        """
+        raise_on_all_ranks(partial(self.saver.save, kind, state))
 
     def end_diverged(self, step: int, error: str, weights_are_bad: bool) -> NoReturn:
         """End the run without saving, so that the newest checkpoint is a good one.

@@ -46,7 +46,7 @@ from optim import build_optimizers, build_scaler
 from runtime import checkpoint, metadata, resuming, run_folder
 from runtime.checkpoint import Training
 from runtime.device import open_device
-from runtime.distributed import EXIT_STOPPED
+from runtime.distributed import EXIT_STOPPED, rank
 from runtime.files import lock_folder, read_json, write_json
 from runtime.log import say, wandb_settings
 from scripts.common.command_line import RUN, option, parse
@@ -89,6 +89,11 @@ class FineTuning(LoadingOptions):
 @command
 def main() -> None:
     options, arguments = parse(FineTuning, arguments={"run": RUN})
+    if rank() > 0:  # of torchrun or a scheduler; only rank 0 logs and saves
+        raise UserError(
+            f"RANK = {rank()}: fine-tuning takes one process, of rank 0: leave out torchrun, "
+            "or unset RANK"
+        )
     folder = run_folder.folder_of(arguments.run)
     if folder.name in ("", ".."):  # the current folder, or one above it: without a name
         folder = folder.resolve()

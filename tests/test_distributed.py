@@ -18,6 +18,7 @@ from config import Config
 from errors import UserError
 from runtime import checkpoint, run_folder
 from runtime.distributed import EXIT_STOPPED, process_group
+from runtime.files import lock_folder
 from tests.faults import arguments, finish, group, run_command, start
 from tests.helpers import reverse_shard
 from tests.runs import ROOT, agree, assert_same_run, metrics, saved, steps_logged, wait_for
@@ -173,6 +174,39 @@ def test_ranks_that_read_different_files_all_end_with_the_same_words(shards, tmp
     for rank in range(2):
         assert (tmp_path / f"output{rank}").read_text().splitlines()[-1].startswith(says)
     assert not list(tmp_path.glob("node*/run"))
+
+
+def assert_both_say(words, tmp_path, command, **faults_of_rank_0):
+    """Two processes end with code 2 and rank 0's words, without a traceback."""
+    faults = {rank: {"output": tmp_path / f"output{rank}"} for rank in range(2)}
+    faults[0] |= faults_of_rank_0
+    assert both(group(command, faults)) == [2, 2]
+    for rank in range(2):
+        output = (tmp_path / f"output{rank}").read_text()
+        assert output.splitlines()[-1].startswith(f"error: rank 0: {words}")
+        assert "Traceback" not in output
+
+
+def test_all_ranks_say_that_another_process_trains_the_run(shards, tmp_path):
+    folder = tmp_path / "run"
+    with lock_folder(folder, "training this run"):
+        says = f"{folder}: another process is training this run"
+        assert_both_say(says, tmp_path, arguments(shards, folder))
+
+
+@pytest.mark.parametrize(
+    "limit, steps, unsaved",
+    [
+        (100_000, 1, 0),  # no checkpoint fits
+        (250_000, 1, 1),  # the first has no optimizer state, and fits; the last does not
+        (250_000, 9, 6),  # nor do those in between, at steps 3 and 6
+    ],
+)
+def test_a_full_disk_of_rank_0_ends_all_ranks(shards, tmp_path, limit, steps, unsaved):
+    folder = tmp_path / "run"
+    command = arguments(shards, folder, f"--max_iters={steps}")
+    says = f"{folder}/step_{unsaved:06d}.pt: cannot be written: File too large"
+    assert_both_say(says, tmp_path, command, file_limit=limit)
 
 
 @pytest.mark.parametrize("rank, dtype", [(0, torch.bfloat16), (1, torch.float16)])

@@ -254,6 +254,15 @@ def test_finetuning_asks_for_wandb_before_the_questions_are_read(
     refused(call, finetune_squad, *arguments, says="wandb is not installed")
 
 
+def test_finetuning_of_another_rank_is_refused(trained, call, refused, monkeypatch, tmp_path):
+    """It would train, and neither log nor save."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(finetune_squad, "finetune", pytest.fail)
+    arguments = (trained, "--squad=squad.json", f"--out_dir={tmp_path / 'out'}")
+    refused(call, finetune_squad, *arguments, says="RANK = 1: fine-tuning takes one process")
+    assert not (tmp_path / "out").exists()
+
+
 def test_finetuning_refuses_bad_data(trained, call, tmp_path, refused, monkeypatch):
     monkeypatch.setattr(finetune_squad, "build_model", pytest.fail)  # the file is read first
     path = tmp_path / "squad.json"
