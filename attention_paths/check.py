@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import VARIANTS, Phi, Rows, Variant
+from attention import VARIANTS, Phi, Rows, Variant, l1_normalise, row_max
 from attention_paths.fused import launch
 from attention_paths.reference import ALL, Context, ReferenceAttention
 from errors import UserError, check_choice
@@ -39,7 +39,7 @@ def check_computation(variant: Variant, n_head: int) -> None:
 
 
 def name_of(variant: Variant) -> str:
-    return next((name for name, entry in VARIANTS.items() if entry == variant), "the variant")
+    return next((name for name, entry in VARIANTS.items() if entry is variant), "the variant")
 
 
 def check_declaration(name: str, variant: Variant) -> None:
@@ -90,11 +90,30 @@ def check_phi(name: str, phi: Phi) -> None:
             f"{name}: phi({z:g}) = {value:.3g} is negative: declare Phi(..., signed=True), with "
             "which l1 sums absolute values and p is refused"
         )
+    if phi.shift is not None:
+        check_shift(name, phi)
+
+
+def check_shift(name: str, phi: Phi) -> None:
+    """Raise UserError if the shift of a row's scores changes its l1-normalised weights."""
+    assert phi.shift is not None
+    for middle in (-60, 0, 60):
+        z = torch.linspace(middle - 3, middle + 3, 7, dtype=torch.float64)
+        shifted = z + phi.shift(row_max(z))
+        weights = l1_normalise(phi.function(z), phi.signed)
+        if not torch.allclose(l1_normalise(phi.function(shifted), phi.signed), weights):
+            raise UserError(
+                f"{name}: phi.shift changes the weights of a row whose scores are about "
+                f"{middle}: l1 must cancel it, as it cancels torch.neg for torch.exp"
+            )
 
 
 def weights_of(name: str, phi: Phi, scores: Tensor) -> Tensor:
     """Return phi of scores. Raises UserError if it fails or does not give a weight for each."""
-    advice = "it must return a tensor, with a weight for each score: torch.exp(z), not math.exp(z)"
+    advice = (
+        "it must return a tensor, with a weight for each score, its only argument: torch.exp(z), "
+        "not math.exp(z)"
+    )
     try:
         weights = phi.function(scores)
     except Exception as error:

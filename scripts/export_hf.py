@@ -34,6 +34,7 @@ from scripts.common.runs import Run, load_run
 # Where transformers finds its classes in the exported folder.
 CODE = "exported_model.SharpAttention"
 IMPORT = re.compile(r"^( *)from ([\w.]+) import (.+)$", re.MULTILINE)
+WHOLE_MODULE = re.compile(r"^ *import (\w+).*$", re.MULTILINE)
 # The lines that load an exported folder: they are printed, and in its README.md, CARD.
 LOAD = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -267,8 +268,23 @@ def sources() -> dict[str, str]:
         name = f"{flat(module)}.py"
         if name not in files:
             path = ROOT / f"{module.replace('.', '/')}.py"
-            files[name] = IMPORT.sub(relative, path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            require_from_imports(path, text)
+            files[name] = IMPORT.sub(relative, text)
     return files
+
+
+def require_from_imports(path: Path, text: str) -> None:
+    """Raise UserError if a file imports a module of this repository by `import module`.
+
+    `sources` does not rewrite such a line, and transformers would ask for a package of that name.
+    """
+    for match in WHOLE_MODULE.finditer(text):
+        if (ROOT / match[1]).is_dir() or (ROOT / f"{match[1]}.py").exists():
+            raise UserError(
+                f"{path}: an export cannot contain {match[0].strip()!r}; write it as `from MODULE "
+                "import NAME`"
+            )
 
 
 def flat(module: str) -> str:

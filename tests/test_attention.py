@@ -626,8 +626,18 @@ def test_settings_without_a_meaning_are_refused(name, settings, says):
         Attention(VARIANTS[name], 2, 16, **settings)
 
 
+def test_messages_name_the_entry_itself_and_not_another_one_like_it(monkeypatch):
+    monkeypatch.setitem(VARIANTS, "own", Variant(attention.EXP))
+    with pytest.raises(UserError, match="attention = 'own' cannot have s_init = 2"):
+        Attention(VARIANTS["own"], 2, 16, s=2.0)
+
+
 TEMPERATURE = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
 REFUSED = [
+    (
+        Variant(Phi(attention.softplus, shift=torch.neg)),
+        "own: phi.shift changes the weights of a row whose scores are about -60",
+    ),
     (
         Variant(Phi(torch.tanh)),
         r"own: phi\(-inf\) = -1.*no weight.*zero=",

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from data.tokenizer import get_tokenizer
+from errors import UserError
 from generation import generate
 from runtime import checkpoint
 from scripts import export_hf
@@ -470,6 +471,17 @@ def test_an_export_needs_torch_and_transformers_alone():
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 libraries.add(node.module.partition(".")[0])
     assert libraries - sys.stdlib_module_names == {"torch", "transformers", "triton"}
+
+
+def test_a_module_that_is_imported_whole_is_refused(tmp_path, monkeypatch):
+    """transformers would ask for a package called attention when it loads the export."""
+    (tmp_path / "scripts/common").mkdir(parents=True)
+    (tmp_path / "attention.py").touch()
+    code = "import math\nimport attention as formulas\n"
+    (tmp_path / "scripts/common/exported_model.py").write_text(code)
+    monkeypatch.setattr(export_hf, "ROOT", tmp_path)
+    with pytest.raises(UserError, match="cannot contain 'import attention as formulas'"):
+        export_hf.sources()
 
 
 def test_odd_texts_have_the_same_ids():
