@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Train on several nodes under Slurm: one torchrun per node, with the first node as rendezvous.
 # usage: sbatch --nodes=2 scripts/train_slurm.sh configs/lssar_p15.py [--setting=value ...]
+# To continue a run with other settings, give its folder: train_slurm.sh out/RUN --setting=value
 # Five minutes before its time limit the run saves and the job is requeued. When Slurm restarts it,
 # then or after a node failure, the run continues from its last checkpoint.
 #SBATCH --job-name=train
