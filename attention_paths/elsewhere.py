@@ -11,6 +11,9 @@ from attention_paths.reference import Context
 from errors import UserError, check_choice
 
 NAME = "attention_paths"  # of the attention, in config._attn_implementation
+# The attribute of the model's config with the arguments of `attach`: save_pretrained writes it to
+# config.json, because the weights do not tell which attention they were trained with.
+ATTACHED = "attached_variant"
 
 
 def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> Any:
@@ -51,6 +54,7 @@ def attach(model: Any, name: str, p: float | None = None, **settings: Any) -> An
             f"{type(model).__name__}: transformers cannot replace its attention, whose code is in "
             "the model's own layers"
         )
+    setattr(model.config, ATTACHED, {"name": name, "p": p} | settings)
     return model
 
 
@@ -83,8 +87,13 @@ def attend(
     is not causal within documents, and for heads whose values are not as wide as queries and keys.
     """
     attention = layer.variant
-    if dropout or s_aux is not None:
-        raise UserError("dropout and learned sinks (s_aux) are not supported")
+    if dropout:
+        raise UserError(
+            f"dropout of attention weights ({dropout}) is not supported: set the model's "
+            "attention_dropout (GPT-2: attn_pdrop) to 0 in the config that it is built from"
+        )
+    if s_aux is not None:
+        raise UserError("learned sinks (s_aux) are not supported")
     if options.get("position_bias") is not None:
         raise UserError("a bias for each pair of positions is not supported")
     if not q.shape[-1] == v.shape[-1] == attention.head_size:
@@ -93,15 +102,16 @@ def attend(
             f"{v.shape[-1]}, where both must have {attention.head_size}: multi-head latent "
             "attention is not supported"
         )
-    attention.window = sliding_window
-    attention.softcap = softcap
+    window = sliding_window
     document_positions = None
     if mask is not None:
-        length, positions = read_mask(mask, sliding_window, options.get("position_ids"))
+        length, window, positions = read_mask(mask, window, options.get("position_ids"))
         k = k[:, :, :length]
         v = v[:, :, :length]
         if positions is not None:
             document_positions = positions.expand(len(q), -1)
+    attention.window = window
+    attention.softcap = softcap
     scale = 1.0
     if scaling is not None and not attention.variant.l2_normalise:
         scale = scaling * q.shape[-1] ** 0.5
@@ -111,8 +121,8 @@ def attend(
 
 def read_mask(
     mask: Tensor, window: int | None, position_ids: Tensor | None
-) -> tuple[int, Tensor | None]:
-    """Return `count_keys` and `read_positions` of a mask [B or 1, 1, Lq, Lk].
+) -> tuple[int, int | None, Tensor | None]:
+    """Return `count_keys`, the window and `read_positions` of a mask [B or 1, 1, Lq, Lk].
 
     On a GPU the host waits for both, so a mask of `whole_mask`, which all layers share, is read
     once, in the first layer.
@@ -122,8 +132,22 @@ def read_mask(
         # a mask of floats is added to scores: 0 where a query sees a key
         visible = mask[:, 0] == 0 if mask.is_floating_point() else mask[:, 0].bool()
         length = count_keys(visible)
-        readings[window] = length, read_positions(visible[..., :length], window, position_ids)
+        positions = read_positions(visible[..., :length], window, position_ids)
+        readings[window] = length, window or window_of(positions), positions
     return readings[window]
+
+
+def window_of(positions: Tensor | None) -> int | None:
+    """The window of a mask whose layer was not told of it, as in Qwen2-MoE; None without a window.
+
+    At the window's end positions [B, Lq] stop counting. varlen_attn, which knows the first tokens
+    of documents alone, would show all earlier keys.
+    """
+    if positions is None:
+        return None
+    later = positions[:, 1:]
+    stopped = later[(later == positions[:, :-1]) & (later > 0)]
+    return int(stopped[0]) + 1 if len(stopped) else None
 
 
 def count_keys(mask: Tensor) -> int:

@@ -84,6 +84,10 @@ class Attention(ReferenceAttention):
         context: Context = NO_CONTEXT,
     ) -> Tensor:
         """Return the output [B, H, Lq, d] of ReferenceAttention.forward, by `path`."""
+        if q.shape[1] != self.n_head:
+            raise UserError(
+                f"queries of shape {tuple(q.shape)} must be [B, n_head = {self.n_head}, L, d]"
+            )
         if isinstance(k, Factors) and isinstance(v, Factors):
             if self.impl in ("auto", "blocked"):
                 return factored(self, q, k, v, context)

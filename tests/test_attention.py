@@ -366,7 +366,7 @@ def test_a_block_reads_the_keys_of_its_window_alone(case, small_blocks, monkeypa
     monkeypatch.setattr(ReferenceAttention, "output", noting_output)
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting_sdpa)
     attn = build(case, "--window=6")
-    q, k, v = draw(20, 50, B=1, H=1)
+    q, k, v = draw(20, 50, B=1)
     attn(q, k, v)
     assert lengths == [(4, 9)] * 5
 
@@ -624,6 +624,12 @@ def test_a_layer_can_be_built_in_inference_mode():
 def test_settings_without_a_meaning_are_refused(name, settings, says):
     with pytest.raises(UserError, match=says):
         Attention(VARIANTS[name], 2, 16, **settings)
+
+
+def test_queries_in_another_layout_are_refused():
+    q = torch.zeros(2, 5, 4, 16)  # [B, L, H, d], as flash_attn takes them
+    with pytest.raises(UserError, match=r"shape \(2, 5, 4, 16\) must be \[B, n_head = 4, L, d\]"):
+        Attention(VARIANTS["lssa"], 4, 16)(q, q, q)
 
 
 def test_messages_name_the_entry_itself_and_not_another_one_like_it(monkeypatch):

@@ -3,6 +3,7 @@
 import copy
 import re
 import sys
+import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -244,7 +245,7 @@ def test_what_would_compute_another_attention_is_refused(build):
         model(x, position_ids=packed, use_cache=True)
     attention = model.model.layers[0].self_attn
     q, k, v = torch.randn(3, 1, 4, 5, 8)
-    with pytest.raises(UserError, match="dropout and learned sinks"):
+    with pytest.raises(UserError, match="learned sinks"):
         attend(attention, q, k, v, None, s_aux=torch.zeros(4))
     with pytest.raises(UserError, match="a bias for each pair of positions"):  # Inkling's
         attend(attention, q, k, v, None, position_bias=torch.zeros(1, 4, 5, 5))
@@ -255,7 +256,7 @@ def test_what_would_compute_another_attention_is_refused(build):
     attention.attention_dropout = 0.1
     model(x)
     model.train()
-    with pytest.raises(UserError, match="dropout and learned sinks"):
+    with pytest.raises(UserError, match=r"dropout .* \(0.1\) .* attention_dropout"):
         model(x)
 
 
@@ -274,6 +275,48 @@ def test_what_a_variant_needs_is_refused_at_once(build):
     for model in (encoder, nn.Linear(2, 2)):
         with pytest.raises(UserError, match="all of its attention must be causal"):
             attach(model, "softmax")
+
+
+def test_a_saved_model_is_loaded_as_on_the_page_and_not_measured_without_its_variant(
+    tmp_path, monkeypatch
+):
+    """With tied weights, which a file has once."""
+    transformers = pytest.importorskip("transformers")
+    from scripts.common.hf_models import read_model
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
+    model = attach(transformers.AutoModelForCausalLM.from_config(config), "ssmax", s=0.3).eval()
+    model.model.layers[1].self_attn.variant.s.data.fill_(0.7)
+    model.save_pretrained(tmp_path)
+    scope = {"folder": str(tmp_path), "attach": attach}
+    scope["AutoModelForCausalLM"] = transformers.AutoModelForCausalLM
+    exec(textwrap.dedent(next(block for block in BLOCKS if "load_model" in block)), scope)
+    torch.testing.assert_close(scope["model"].eval()(x).logits, model(x).logits)
+    with pytest.raises(UserError, match="was saved after attach"):
+        read_model(f"hf:{tmp_path}", None)
+
+
+@torch.no_grad()
+def test_a_window_that_only_the_mask_has():
+    """Qwen2-MoE's layers do not pass their window, which varlen_attn has to know."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2MoeConfig(
+        **SIZES,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        use_sliding_window=True,
+        sliding_window=6,
+        layer_types=["sliding_attention"] * 2,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    expected = model(x).logits
+    attach(model, "softmax")
+    torch.testing.assert_close(model(x).logits, expected)
+    windows = [layer.self_attn.variant.window for layer in model.model.layers]
+    assert windows == [6, 6]
 
 
 def test_a_model_with_attention_code_of_its_own_is_refused():

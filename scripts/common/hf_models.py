@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 from numpy.typing import NDArray
 
+from attention_paths.elsewhere import ATTACHED
 from config import Config
 from data.loader import validation_tokens
 from data.shards import check_ids, hash_hashes, hash_shards, read_meta
@@ -105,10 +106,17 @@ def read_model(name: str, trained_length: int | None) -> ModelConfig:
     """Read the config of hf:NAME or hf:FOLDER.
 
     The training length is by default max_position_embeddings. Raises UserError if there is none,
-    and where the model cannot be loaded.
+    where the model cannot be loaded, and for a model that `attach` changed before it was saved.
     """
     source = name.removeprefix(PRETRAINED).rstrip("/")
-    config = load_hf_config(source).get_text_config()
+    whole_config = load_hf_config(source)
+    attached = getattr(whole_config, ATTACHED, None)
+    if attached is not None:
+        raise UserError(
+            f"{name} was saved after attach(model, {attached['name']!r}), but transformers would "
+            "compute the model's own attention with its weights (docs/elsewhere.md)"
+        )
+    config = whole_config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     trained_length = trained_length or longest
     if trained_length is None:
