@@ -9,6 +9,7 @@ ruff check .
 ruff format --check .
 mypy & # beside the tests: it takes one core most of a minute
 types=$!
-# one thread a worker: small matrices gain nothing from two
-OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile "$@"
+# One thread a worker: small matrices gain nothing from two. Files in the order of their names: by
+# the number of tests the last one would be the quickstart, a single long test.
+OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder "$@"
 wait "$types"
