@@ -245,7 +245,7 @@ def test_what_would_compute_another_attention_is_refused(build):
         model(x, position_ids=packed, use_cache=True)
     attention = model.model.layers[0].self_attn
     q, k, v = torch.randn(3, 1, 4, 5, 8)
-    with pytest.raises(UserError, match="learned sinks"):
+    with pytest.raises(UserError, match=r"learned sinks \(s_aux\) are not supported"):
         attend(attention, q, k, v, None, s_aux=torch.zeros(4))
     with pytest.raises(UserError, match="a bias for each pair of positions"):  # Inkling's
         attend(attention, q, k, v, None, position_bias=torch.zeros(1, 4, 5, 5))
